@@ -100,9 +100,8 @@ def report(seconds: dict[Backend, list[list[dict[str, float]]]], learners: int, 
     more = sorted(of([b], "step") / of([a], "step") - 1 for a, b in zip(torch, fsdp, strict=True))
     lines = [
         f"`python benchmarks/backends.py` on {platform.machine()}: the quickstart, {learners} "
-        "workers that learn, "
-        f"{len(torch)} pairs of runs in turns, {steps} steps each after {_WARM} that warm up; "
-        "median milliseconds.",
+        f"workers that learn, {len(torch)} pairs of runs in turns, {steps} steps each after "
+        f"{_WARM} that warm up; median milliseconds.",
         "",
         "| | torch | fsdp | more |",
         "|---|---:|---:|---:|",

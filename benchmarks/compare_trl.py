@@ -1,5 +1,4 @@
-"""This package's GRPO and TRL's on the same model and task: one update, whole runs, samples per
-second.
+"""This package's GRPO and TRL's on the same model and task: one update, whole runs, samples per second.
 
     python benchmarks/compare_trl.py                               # all of it, into docs/benchmarks
     python benchmarks/compare_trl.py --parts speed                 # this part anew; the others stay as they were

@@ -2,9 +2,8 @@
 
     python benchmarks/data_import.py [--megabytes 400] [--rounds 3] [--out docs/benchmarks/data_import.md]
 
-The plain rewrite reads the same file with pyarrow alone and writes Parquet with the same settings:
-zstd, page checksums, row groups of the same rows. It checks nothing, syncs nothing to the disk, and
-commits nothing.
+The plain rewrite reads the same file with pyarrow alone and writes Parquet with the same settings: zstd, page
+checksums, row groups of the same rows. It checks nothing, syncs nothing to the disk, and commits nothing.
 """
 
 from __future__ import annotations

@@ -131,12 +131,10 @@ def page() -> str:
         [
             "# Bytes of a dataset that each worker reads\n",
             f"`python benchmarks/dataset_bytes.py`: {GROUPS * ROWS:,} prompts of {PROMPT} bytes, "
-            f"{BATCH} a step, one "
-            "epoch. A cell is what the worker that reads most reads, as a part of the dataset's "
-            "bytes, footers "
-            "included; in brackets what all N read together, 1.00 being each byte once. The "
-            "counting filesystem hands "
-            "out ranges as s3fs does, with what its client reads ahead.\n",
+            f"{BATCH} a step, one epoch. A cell is what the worker that reads most reads, as a "
+            "part of the dataset's bytes, footers included; in brackets what all N read together, "
+            "1.00 being each byte once. The counting filesystem hands out ranges as s3fs does, "
+            "with what its client reads ahead.\n",
             f"| dataset | MB | MB read by the driver | {heads} |",
             f"|---|---|---|{'---|' * len(WORKERS)}",
             *rows,

@@ -168,12 +168,9 @@ def report(rows: Sequence[str], given: argparse.Namespace, load_average: float) 
             "# What durability costs",
             "",
             f"`python benchmarks/durability.py --rounds {given.rounds} --steps {given.steps}` on "
-            f"{platform.machine()}, "
-            f"two cores, a local disk, load {load_average:.1f}. Two workers, each level in turn. "
-            "Median seconds of a "
-            "step, and in brackets how many times as long as the same step of the same round "
-            "without durability, with "
-            "the range.",
+            f"{platform.machine()}, two cores, a local disk, load {load_average:.1f}. Two workers, "
+            "each level in turn. Median seconds of a step, and in brackets how many times as long "
+            "as the same step of the same round without durability, with the range.",
             "",
             f"| case | {' | '.join(LEVELS)} |",
             f"|---{'|---' * len(LEVELS)}|",

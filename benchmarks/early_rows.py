@@ -173,13 +173,10 @@ def report(cases: Mapping[str, Mapping[str, Sequence[float]]], given: argparse.N
         "# Rows that travel early",
         "",
         f"`python benchmarks/early_rows.py` on {platform.machine()}, two cores for all: two hosts "
-        "of the lab make "
-        f"{given.rows} rows a step, two others take them, over links of {given.gbit:g} Gbit/s. "
-        "Lengths are log-normal "
-        f"(median {MEDIAN:,} tokens, sigma {SIGMA}, at most {LONGEST:,}), 8 bytes a token; the "
-        "longest rows take "
-        f"{given.seconds:g} s, shorter ones as much less. Medians of {given.steps} steps, with "
-        "their range.",
+        f"of the lab make {given.rows} rows a step, two others take them, over links of "
+        f"{given.gbit:g} Gbit/s. Lengths are log-normal (median {MEDIAN:,} tokens, sigma {SIGMA}, "
+        f"at most {LONGEST:,}), 8 bytes a token; the longest rows take {given.seconds:g} s, "
+        f"shorter ones as much less. Medians of {given.steps} steps, with their range.",
         "",
         "| | s from the last row to the first node | s to the node that joins | MB in all | MB "
         "before the last row |",
@@ -199,10 +196,9 @@ def report(cases: Mapping[str, Mapping[str, Sequence[float]]], given: argparse.N
     lines += [
         "",
         f"Prefetch hides {hidden:.2f} s a step, and {before:.2f} s with what preferences save. "
-        "Without preference "
-        "rows are balanced by their lengths alone, as rows that nobody hands over are: then whole "
-        "groups, which the "
-        "second node wants, move once more between the workers that learn.",
+        "Without preference rows are balanced by their lengths alone, as rows that nobody hands "
+        "over are: then whole groups, which the second node wants, move once more between the "
+        "workers that learn.",
         "",
     ]
     return "\n".join(lines)

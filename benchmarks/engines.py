@@ -1,11 +1,10 @@
-"""Tokens a second of the two engines, on one worker: vLLM admits a row as soon as another is done,
-transformers waits for the longest of a batch.
+"""Tokens a second of the two engines, on one worker: vLLM admits a row as soon as another is done, transformers waits
+for the longest of a batch.
 
     python benchmarks/engines.py [--rows 512] [--batch 64] [--rounds 3] [--threads 2] [--out docs/benchmarks/engines.md]
 
-A model of 32 million random parameters, built on the spot, generates rows whose lengths are
-log-normal: each row has a limit of its own and no token ends it. Both engines draw the same tokens,
-which is checked. Rounds alternate.
+A model of 32 million random parameters, built on the spot, generates rows whose lengths are log-normal: each row has a
+limit of its own and no token ends it. Both engines draw the same tokens, which is checked. Rounds alternate.
 """
 
 from __future__ import annotations
@@ -125,13 +124,10 @@ def report(
         "# Engines: tokens a second",
         "",
         f"`python benchmarks/engines.py --rows {given.rows} --batch {given.batch} --threads "
-        f"{given.threads}` on "
-        f"{platform.machine()}, {given.threads} threads, torch {torch.__version__}: "
-        f"{parameters / 1e6:.1f} million "
-        f"parameters, {given.rows} rows, {tokens} tokens, lengths log-normal (median {MEDIAN}, "
-        f"sigma {SIGMA}, at "
-        f"most {LONGEST}), {given.batch} rows at once, medians of {given.rounds} rounds in one "
-        "process, one engine "
+        f"{given.threads}` on {platform.machine()}, {given.threads} threads, torch "
+        f"{torch.__version__}: {parameters / 1e6:.1f} million parameters, {given.rows} rows, "
+        f"{tokens} tokens, lengths log-normal (median {MEDIAN}, sigma {SIGMA}, at most {LONGEST}), "
+        f"{given.batch} rows at once, medians of {given.rounds} rounds in one process, one engine "
         "after the other.",
         "",
         "| engine | tokens/s | of transformers' |",

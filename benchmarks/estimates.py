@@ -89,10 +89,8 @@ def report(lines: Sequence[str], errors: Sequence[float], steps: int) -> str:
         "## Estimated and measured",
         "",
         f"`python benchmarks/estimates.py --steps {steps}` on {date.today():%d %B %Y}, "
-        f"{platform.machine()}, "
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end. {inside} of "
-        f"{len(errors)} steps are within "
-        f"{WITHIN:.0%}.",
+        f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end. "
+        f"{inside} of {len(errors)} steps are within {WITHIN:.0%}.",
         "",
         "| model | workers | generation: s estimated, measured | log-probs | update | a step |",
         "|---|---|---|---|---|---|",

@@ -2,10 +2,10 @@
 
     python benchmarks/exchange.py [--workers 4 16 64 256 1024] [--rows 64] [--out docs/benchmarks/exchange.md]
 
-All workers live in this process and talk over function calls that copy what they carry, so the time
-measured is the CPU time of all of them together, one after the other. What a cluster would take is
-modelled from it: workers of one level of the tree work at the same time, a member serves its
-children one after the other, and every message takes the latency given.
+All workers live in this process and talk over function calls that copy what they carry, so the time measured is the
+CPU time of all of them together, one after the other. What a cluster would take is modelled from it: workers of one
+level of the tree work at the same time, a member serves its children one after the other, and every message takes the
+latency given.
 """
 
 from __future__ import annotations
@@ -177,14 +177,11 @@ def _markdown(header: list[str], lines: list[list[str]], given: argparse.Namespa
             "# The exchange of row statistics",
             "",
             f"{given.rows} rows of log-normal lengths on each worker, everyone learns all of them "
-            "over a tree of "
-            f"fan-out {FAN_OUT} and decides where each row goes, balanced by tokens. Measured with "
-            "all workers in one "
-            f"process ({platform.machine()}, Python {platform.python_version()}); the last column "
-            "is a model for a "
-            f"cluster with {given.latency * 1e3:g} ms a message and {given.bandwidth / 1e9:g} GB/s "
-            "a worker, not a "
-            "measurement.",
+            f"over a tree of fan-out {FAN_OUT} and decides where each row goes, balanced by "
+            f"tokens. Measured with all workers in one process ({platform.machine()}, Python "
+            f"{platform.python_version()}); the last column is a model for a cluster with "
+            f"{given.latency * 1e3:g} ms a message and {given.bandwidth / 1e9:g} GB/s a worker, "
+            "not a measurement.",
             "",
             *("| " + " | ".join(row) + " |" for row in rows),
             "",

@@ -1,10 +1,8 @@
-"""Measures how many tokens leave their host when rows are balanced, with and without regard to
-hosts.
+"""Measures how many tokens leave their host when rows are balanced, with and without regard to hosts.
 
     python benchmarks/hosts.py [--workers 1024] [--per-host 8] [--rows 64] [--out docs/benchmarks/hosts.md]
 
-Rows of log-normal lengths lie where they were made; ``assign_owners`` gives each an owner, as it
-does in a run.
+Rows of log-normal lengths lie where they were made; ``assign_owners`` gives each an owner, as it does in a run.
 """
 
 from __future__ import annotations

@@ -233,11 +233,9 @@ def report(here: Ours, there: Theirs) -> str:
         "# Images: bytes of a step",
         "",
         f"`python benchmarks/images_bytes.py`, {platform.processor() or platform.machine()}. "
-        f"{PROMPTS} prompts with a "
-        f"JPEG of {WIDTH}x{HEIGHT} each, together {here.image_bytes / 1e6:.1f} MB, and {SAMPLES} "
-        "samples of each. "
-        "Three nodes on three other workers read the images: old log-probs and update on two, in "
-        "two layouts, a "
+        f"{PROMPTS} prompts with a JPEG of {WIDTH}x{HEIGHT} each, together "
+        f"{here.image_bytes / 1e6:.1f} MB, and {SAMPLES} samples of each. Three nodes on three "
+        "other workers read the images: old log-probs and update on two, in two layouts, a "
         "reference on one.",
         "",
         "| a step | bytes | seconds | memory of a process |",
@@ -262,19 +260,15 @@ def report(here: Ours, there: Theirs) -> str:
         ),
         "",
         "Here each of the three workers gets every image once, "
-        f"{here.by_group / here.image_bytes:.2f} times the "
-        "images: the update takes what the old log-probs have brought, though its rows lie "
-        "otherwise.",
+        f"{here.by_group / here.image_bytes:.2f} times the images: the update takes what the old "
+        "log-probs have brought, though its rows lie otherwise.",
         "",
         f"DataProto was measured with {there.prompts} prompts, for want of memory: "
-        f"{there.nbytes / 1e6:.1f} MB for "
-        f"{there.prompts * SAMPLES} rows in one hop, or {there.shared / 1e6:.1f} MB where samples "
-        "share the prompt's "
-        f"object, as they do after `DataProto.repeat` and not after an agent loop. Times {scale:g} "
-        f"for {PROMPTS} "
-        f"prompts, times two hops, for one reader: {2 * hop / here.by_group:,.0f} times the bytes "
-        "of three readers "
-        f"here, and {2 * shared / here.by_group:,.0f} times where samples share.",
+        f"{there.nbytes / 1e6:.1f} MB for {there.prompts * SAMPLES} rows in one hop, or "
+        f"{there.shared / 1e6:.1f} MB where samples share the prompt's object, as they do after "
+        f"`DataProto.repeat` and not after an agent loop. Times {scale:g} for {PROMPTS} prompts, "
+        f"times two hops, for one reader: {2 * hop / here.by_group:,.0f} times the bytes of three "
+        f"readers here, and {2 * shared / here.by_group:,.0f} times where samples share.",
     ]
     return "\n".join(lines) + "\n"
 

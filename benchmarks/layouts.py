@@ -125,12 +125,10 @@ def report(parameters: int, rows: int, tokens: int, lines: Sequence[str]) -> str
             "## Memory, bytes and seconds",
             "",
             f"`python benchmarks/layouts.py --rows {rows} --tokens {tokens}` on "
-            f"{date.today():%d %B %Y}, "
-            f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the "
-            "end; torch "
-            f"{torch.__version__}. {parameters / 1e6:.1f} million parameters; an update of {rows} "
-            "rows of "
-            f"16 + {tokens} tokens.",
+            f"{date.today():%d %B %Y}, {platform.machine()}, {os.cpu_count()} cores, load "
+            f"{os.getloadavg()[0]:.1f} at the end; torch {torch.__version__}. "
+            f"{parameters / 1e6:.1f} million parameters; an update of {rows} rows of 16 + {tokens} "
+            "tokens.",
             "",
             "| ranks | backend | layout | MiB of the largest rank | MB that a rank sends | seconds "
             "of an update |",

@@ -1,10 +1,9 @@
-"""Rows between hosts over links of a rate and a delay, in a lab on this machine, beside TCP streams
-and other systems.
+"""Rows between hosts over links of a rate and a delay, in a lab on this machine, beside TCP streams and other systems.
 
     python benchmarks/links.py [--rates none 1e9 1e10] [--delays 0 0.001 0.01] [--n 5] [--out docs/benchmarks/links.md]
 
-Four hosts: rows go from hosts 0 and 1 to hosts 2 and 3, and the raw streams from host 0 to host 2,
-as many bytes as each target gets. All take turns in the same minute.
+Four hosts: rows go from hosts 0 and 1 to hosts 2 and 3, and the raw streams from host 0 to host 2, as many bytes as
+each target gets. All take turns in the same minute.
 """
 
 from __future__ import annotations

@@ -40,9 +40,8 @@ def write_page(out: Path, records: Sequence[Record], payload: int, n: int, comma
             *cpu_table(records),
             "",
             f"{date.today():%-d %B %Y}, {os.cpu_count()} cores for all hosts, Linux "
-            f"{platform.release()}, "
-            f"Python {platform.python_version()}, distributed {distributed.__version__}. To repeat "
-            "it:",
+            f"{platform.release()}, Python {platform.python_version()}, distributed "
+            f"{distributed.__version__}. To repeat it:",
             "",
             f"    {command}",
             "",

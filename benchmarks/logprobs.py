@@ -1,17 +1,15 @@
-"""Seconds and memory of log-probs, entropy and their gradients at a large vocabulary, by four ways
-to compute them.
+"""Seconds and memory of log-probs, entropy and their gradients at a large vocabulary, by four ways to compute them.
 
     python benchmarks/logprobs.py [--tokens 512] [--hidden 896] [--rounds 3] [--out docs/benchmarks/training.md]
 
-blocks of the vocabulary    what trainers do (training/model/logprobs.py) chunks of tokens
-128 MiB of logits at a time, each of which adds to the head's whole gradient all logits
-linear, log_softmax and autograd liger                       fused linear cross entropy of
-liger-kernel, where it is installed and runs; without entropy
+blocks of the vocabulary    what trainers do (training/model/logprobs.py)
+chunks of tokens            128 MiB of logits at a time, each of which adds to the head's whole gradient
+all logits                  linear, log_softmax and autograd
+liger                       fused linear cross entropy of liger-kernel, where it is installed and runs; without entropy
 
-Hidden states and a head of random numbers in float32, a forward and a backward pass. Each pass has
-a process of its own, whose memory is the most that was resident beyond states and head. Ways
-alternate. Seconds are those that the process computed, and so nearly the same on a machine that
-does other work as well.
+Hidden states and a head of random numbers in float32, a forward and a backward pass. Each pass has a process of its
+own, whose memory is the most that was resident beyond states and head. Ways alternate. Seconds are those that the
+process computed, and so nearly the same on a machine that does other work as well.
 """
 
 from __future__ import annotations
@@ -192,16 +190,12 @@ def section(
         _HEADING,
         "",
         f"`python benchmarks/logprobs.py {arguments}` on {date.today():%d %B %Y}: "
-        f"{platform.machine()}, "
-        f"{given.threads} threads, torch {torch.__version__}. A forward and a backward pass "
-        "through the head, "
-        f"{given.tokens:,} tokens, width {given.hidden}, a vocabulary of {given.vocabulary:,}, "
-        "float32, medians of "
-        f"{given.rounds} passes, each in a process of its own, in turns. Memory is the most "
-        "resident beyond states and "
-        f"head, of which the head's gradient is {4 * given.vocabulary * given.hidden / 1e9:.2f} "
-        "GB. Results and norms "
-        "of gradients agree. Liger is Triton, which has no driver for CPUs.",
+        f"{platform.machine()}, {given.threads} threads, torch {torch.__version__}. A forward and "
+        f"a backward pass through the head, {given.tokens:,} tokens, width {given.hidden}, a "
+        f"vocabulary of {given.vocabulary:,}, float32, medians of {given.rounds} passes, each in a "
+        "process of its own, in turns. Memory is the most resident beyond states and head, of "
+        f"which the head's gradient is {4 * given.vocabulary * given.hidden / 1e9:.2f} GB. Results "
+        "and norms of gradients agree. Liger is Triton, which has no driver for CPUs.",
         "",
         "| | CPU seconds | range | over blocks | GB |",
         "|---|---:|---:|---:|---:|",

@@ -1,12 +1,10 @@
-"""Measures training on a row of 8k to 64k tokens among short ones: memory, seconds, and bytes
-between workers.
+"""Measures training on a row of 8k to 64k tokens among short ones: memory, seconds, and bytes between workers.
 
     python benchmarks/long_context.py [--lengths 8192 16384 32768 65536] [--out docs/benchmarks/long_context.md]
 
-Each case is a process of its own, which makes one update of a tiny model (two layers, a vocabulary
-of 32,000) and tells how far its memory rose above what it held with the model, its optimiser and
-one short update behind it. All three keep only the layers' inputs for the backward pass, and all
-give the same loss, which is checked.
+Each case is a process of its own, which makes one update of a tiny model (two layers, a vocabulary of 32,000) and tells
+how far its memory rose above what it held with the model, its optimiser and one short update behind it. All three keep
+only the layers' inputs for the backward pass, and all give the same loss, which is checked.
 """
 
 from __future__ import annotations

@@ -38,9 +38,8 @@ from siirl_dask.planner import DAG, Node, Role, Rows, columns
 from siirl_dask.rollout import build_engine
 
 _PROMPTS, _SAMPLES, _BATCH = 16, 8, 8
-_WRONG = (
-    0.5  # sigma of the factor by which expectations are wrong: a third of them by more than 1.6
-)
+# sigma of the factor by which expectations are wrong: a third of them by more than 1.6
+_WRONG = 0.5
 _SIZES = {
     "hidden": 256,
     "layers": 4,
@@ -178,12 +177,10 @@ def report(cases: Sequence[Case], parameters: int, steps: int) -> str:
         "# Long tails: idle time of workers that generate",
         "",
         f"`python benchmarks/long_tail.py` on {platform.machine()}: two workers of one thread, "
-        f"{_PROMPTS} prompts a "
-        f"step, {_SAMPLES} samples each, {_BATCH} rows at once, {steps} steps after one that warms "
-        "up; a model of "
-        f"{parameters / 1e6:.1f} million parameters; lengths log-normal (median {MEDIAN}, sigma "
-        f"{SIGMA}, at most "
-        f"{LONGEST}), expected ones wrong by a log-normal factor (sigma {_WRONG}).",
+        f"{_PROMPTS} prompts a step, {_SAMPLES} samples each, {_BATCH} rows at once, {steps} steps "
+        f"after one that warms up; a model of {parameters / 1e6:.1f} million parameters; lengths "
+        f"log-normal (median {MEDIAN}, sigma {SIGMA}, at most {LONGEST}), expected ones wrong by a "
+        f"log-normal factor (sigma {_WRONG}).",
         "",
         "| engine | `expected_length` | `work_stealing` | idle | longest worker, s a step | rows "
         "taken over a step |",
@@ -191,9 +188,8 @@ def report(cases: Sequence[Case], parameters: int, steps: int) -> str:
         *map(_line, cases),
         "",
         "Idle is the share of the busiest worker's time for which a worker has nothing to do, on "
-        "average over workers; "
-        "mean of the steps, plus or minus their standard deviation. The samples are the same in "
-        "all cases.",
+        "average over workers; mean of the steps, plus or minus their standard deviation. The "
+        "samples are the same in all cases.",
         "",
     ]
     return "\n".join(lines)

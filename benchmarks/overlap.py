@@ -178,18 +178,14 @@ def report(cases: Sequence[Case], engine: str, parameters: int, steps: int) -> s
         "# Rewards during generation",
         "",
         f"`python benchmarks/overlap.py --engine {engine}` on {platform.machine()}, two cores: two "
-        "workers of one "
-        f"thread generate and score {_PROMPTS} prompts a step, {_SAMPLES} samples each, {_BATCH} "
-        "rows at once, with a "
-        f"model of {parameters / 1e6:.1f} million parameters; lengths log-normal (median {MEDIAN}, "
-        f"sigma {SIGMA}, at "
-        f"most {LONGEST}). Medians of {steps} steps after one that warms up, with their range; "
-        "rows and rewards are "
-        "the same in all steps, to the bit.",
+        f"workers of one thread generate and score {_PROMPTS} prompts a step, {_SAMPLES} samples "
+        f"each, {_BATCH} rows at once, with a model of {parameters / 1e6:.1f} million parameters; "
+        f"lengths log-normal (median {MEDIAN}, sigma {SIGMA}, at most {LONGEST}). Medians of "
+        f"{steps} steps after one that warms up, with their range; rows and rewards are the same "
+        "in all steps, to the bit.",
         "",
-        "| reward | `run.overlap` | generation, s | from the last response to the last reward, s | "
-        "step, s | rewards "
-        f"there by then, of {_PROMPTS * _SAMPLES} |",
+        "| reward | `run.overlap` | generation, s | from the last response to the last reward, s "
+        f"| step, s | rewards there by then, of {_PROMPTS * _SAMPLES} |",
         "|---|---|---|---|---|---|",
         *map(_line, cases),
         "",

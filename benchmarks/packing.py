@@ -1,13 +1,11 @@
-"""Tokens a second that a model learns from: packed as a trainer packs rows, and padded, in plain
-transformers.
+"""Tokens a second that a model learns from: packed as a trainer packs rows, and padded, in plain transformers.
 
     python benchmarks/packing.py [--rows 16] [--longest 1024] [--rounds 3] [--out docs/benchmarks/packing.md]
 
-Both learn from the same micro-batches of the same rows, whose lengths are log-normal with a mean of
-0.3 of the longest, with the same loss, gradient clipping and AdamW. Before the rounds their
-log-probs must be equal within 1e-5, and in each round their losses. Rounds alternate, in one
-process with one thread; seconds are those that it computed, and so the same on a machine that does
-other work as well.
+Both learn from the same micro-batches of the same rows, whose lengths are log-normal with a mean of 0.3 of the longest,
+with the same loss, gradient clipping and AdamW. Before the rounds their log-probs must be equal within 1e-5, and in
+each round their losses. Rounds alternate, in one process with one thread; seconds are those that it computed, and so
+the same on a machine that does other work as well.
 """
 
 from __future__ import annotations

@@ -105,8 +105,7 @@ def page(options: list[str]) -> str:
         seconds = [record["seconds"] for record in train[part]]
         lines.append(
             f"| {start + 1} to {start + len(rewards[part])} | {statistics.mean(rewards[part]):.3f} "
-            "| "
-            f"{statistics.mean(seconds):.1f} |"
+            f"| {statistics.mean(seconds):.1f} |"
         )
     validation = ["| after step | questions answered rightly, greedily |", "| ---: | ---: |"]
     for record in records("validation"):

@@ -148,13 +148,10 @@ def section(rates: dict[Sampler, list[float]], parameters: int, given: argparse.
         "## Samplers at a vocabulary of 152 thousand",
         "",
         f"`python benchmarks/samplers.py {arguments}` on {date.today():%d %B %Y}: "
-        f"{platform.machine()}, "
-        f"{given.threads} threads, torch {torch.__version__}. {parameters / 1e6:.1f} million "
-        "parameters, a vocabulary "
-        f"of {_VOCABULARY:,}, {given.rows} rows of {_PROMPT} + {_RESPONSE} tokens, {given.batch} "
-        "at once, top_p "
-        f"{given.top_p}; vLLM in two processes whose {given.rounds} rounds alternate. The ratio is "
-        "that of medians; in "
+        f"{platform.machine()}, {given.threads} threads, torch {torch.__version__}. "
+        f"{parameters / 1e6:.1f} million parameters, a vocabulary of {_VOCABULARY:,}, {given.rows} "
+        f"rows of {_PROMPT} + {_RESPONSE} tokens, {given.batch} at once, top_p {given.top_p}; vLLM "
+        f"in two processes whose {given.rounds} rounds alternate. The ratio is that of medians; in "
         "brackets, of each pair of rounds.",
         "",
         "| `rollout.sampler` | tokens a CPU second, median | range | over vLLM's own |",

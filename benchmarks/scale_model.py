@@ -1,11 +1,10 @@
-"""A model of a training step from measured parts: fitted, held against whole runs, and asked about
-1,024 devices.
+"""A model of a training step from measured parts: fitted, held against whole runs, and asked about 1,024 devices.
 
     python benchmarks/scale_model.py                        # all of it, into docs/benchmarks: half an hour
     python benchmarks/scale_model.py --stages paper         # the paper's figures anew; what was measured stays
 
-Parts and runs are measured in a lab of hosts (``siirl_dask.testing.hosts``), which needs Linux and
-namespaces. Numbers go to ``benchmarks/results/scale_model.json``, and each stage replaces its own.
+Parts and runs are measured in a lab of hosts (``siirl_dask.testing.hosts``), which needs Linux and namespaces. Numbers
+go to ``benchmarks/results/scale_model.json``, and each stage replaces its own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A long run of small steps: do memory, file descriptors and threads of its processes stay where
-they are?
+"""A long run of small steps: do memory, file descriptors and threads of its processes stay where they are?
 
     python benchmarks/soak.py [--steps 1000] [--out docs/benchmarks/soak.md] [--json] [key=value ...]
 
-The quickstart's task on two workers: one generates a step ahead, one learns; a validation every 10
-steps, a checkpoint every 50. All processes of the run are looked at twice a second. Linux.
+The quickstart's task on two workers: one generates a step ahead, one learns; a validation every 10 steps, a checkpoint
+every 50. All processes of the run are looked at twice a second. Linux.
 """
 
 from __future__ import annotations
@@ -227,10 +226,9 @@ def report(soak: Soak) -> str:
         f"# {soak.steps:,} steps on end",
         "",
         f"`python benchmarks/soak.py --steps {soak.steps}`, {soak.seconds:.0f} s: the quickstart's "
-        "task on two "
-        "workers, `rollout.max_staleness=1`, a validation every 10 steps, a checkpoint every 50. "
-        "Medians of the steps "
-        "between a fifth and three tenths of the run, and of its last tenth.",
+        "task on two workers, `rollout.max_staleness=1`, a validation every 10 steps, a "
+        "checkpoint every 50. Medians of the steps between a fifth and three tenths of the run, "
+        "and of its last tenth.",
         "",
         "| process | " + " | ".join(_MEASURES.values()) + " |",
         "|---" * (len(_MEASURES) + 1) + "|",

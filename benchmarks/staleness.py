@@ -2,8 +2,8 @@
 
     python benchmarks/staleness.py [--ahead 0 1 2] [--seeds 0 1 2] [--steps 60] [--out docs/benchmarks/staleness.md]
 
-The quickstart's task with one mini-batch a step, on two workers: one generates, one learns. A run
-of its own for each case, seeds one after the other so that the cases take turns.
+The quickstart's task with one mini-batch a step, on two workers: one generates, one learns. A run of its own for each
+case, seeds one after the other so that the cases take turns.
 """
 
 from __future__ import annotations
@@ -106,16 +106,12 @@ def report(curves: Mapping[int, Sequence[Curve]], steps: int, seeds: int) -> str
         "# Generation ahead of training",
         "",
         f"`python benchmarks/staleness.py` on {platform.machine()}: the quickstart's task, {steps} "
-        f"steps, {seeds} "
-        "seeds, one mini-batch a step, one worker that generates and one that learns. Steps a "
-        "second: of each run the "
-        "median step, of the seeds the median. Before each validation and at the end generation "
-        "waits for the newest "
-        "weights.",
+        f"steps, {seeds} seeds, one mini-batch a step, one worker that generates and one that "
+        "learns. Steps a second: of each run the median step, of the seeds the median. Before "
+        "each validation and at the end generation waits for the newest weights.",
         "",
         f"| `rollout.max_staleness` | steps/s | of {first}'s | s generating | s training | mean "
-        "reward, last 10 steps "
-        "| last validation |",
+        "reward, last 10 steps | last validation |",
         "|---|---|---|---|---|---|---|",
         *(_line(ahead, found, rates[ahead], rates[first]) for ahead, found in curves.items()),
         "",

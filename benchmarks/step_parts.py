@@ -1,13 +1,12 @@
-"""Where a step's time goes: generation, log-probs, update, other nodes, moving, waiting, and Python
-within them.
+"""Where a step's time goes: generation, log-probs, update, other nodes, moving, waiting, and Python within them.
 
     python benchmarks/step_parts.py [--sizes 0.3M 32M 150M] [--engine transformers vllm] [--steps 4] [--out FILE]
 
-GRPO on two workers that both generate and learn, a torch thread each, with prompts of 17 tokens and
-random models whose responses all have the same length. Seconds are those of the run's own trace
-(``siirl-dask trace``), on average over the workers. In every other step torch's profiler counts the
-seconds inside operators; what is left of a node's is Python. The profiler slows both, so that the
-share of Python is of those steps alone, and all other figures are of the steps between.
+GRPO on two workers that both generate and learn, a torch thread each, with prompts of 17 tokens and random models whose
+responses all have the same length. Seconds are those of the run's own trace (``siirl-dask trace``), on average over the
+workers. In every other step torch's profiler counts the seconds inside operators; what is left of a node's is Python.
+The profiler slows both, so that the share of Python is of those steps alone, and all other figures are of the steps
+between.
 """
 
 from __future__ import annotations

@@ -93,9 +93,8 @@ def tell(what: str, seconds: dict[int, float], block: int) -> None:
     error = stdev(differences) / len(differences) ** 0.5
     print(
         f"{what}: {mean(off) * 1e3:.1f} ms a step without the trace, {mean(on) * 1e3:.1f} ms with "
-        "it: "
-        f"{mean(differences) / mean(off):+.2%}, standard error {error / mean(off):.2%}, {len(on)} "
-        "pairs of blocks"
+        f"it: {mean(differences) / mean(off):+.2%}, standard error {error / mean(off):.2%}, "
+        f"{len(on)} pairs of blocks"
     )
 
 

@@ -1,12 +1,10 @@
-"""Turns whose environments answer after a while: `play` against a loop that waits for all of them
-after each turn.
+"""Turns whose environments answer after a while: `play` against a loop that waits for all of them after each turn.
 
     python benchmarks/turns.py [--engine transformers] [--episodes 256] [--rows 32] [--call 0.1] [--out FILE]
 
-Episodes have 1 to 8 turns of 24 tokens. A call of an environment takes ``--call`` seconds, and one
-in 20 ten times as long. Lock-step, as most frameworks play: all episodes take a turn, as many at a
-time as the engine has rows; then all environments answer; then comes the next turn. All ways must
-make the same rows.
+Episodes have 1 to 8 turns of 24 tokens. A call of an environment takes ``--call`` seconds, and one in 20 ten times as
+long. Lock-step, as most frameworks play: all episodes take a turn, as many at a time as the engine has rows; then all
+environments answer; then comes the next turn. All ways must make the same rows.
 """
 
 from __future__ import annotations
@@ -177,12 +175,10 @@ def page(
         "# Turns whose environments answer after a while",
         "",
         f"`python benchmarks/turns.py --engine {given.engine}` on {platform.machine()}: "
-        f"{given.episodes} episodes of 1 "
-        f"to {_TURNS} turns of {_TURN_TOKENS} tokens, {given.rows} rows of the engine, one worker "
-        "of one thread, a "
-        f"model of 0.4 million parameters. A call takes {given.call} s, one in {_RARE} "
-        f"{given.call * _SLOWER:g} s. "
-        f"Medians of {given.times}, with their range, the ways by turns; all make the same rows.",
+        f"{given.episodes} episodes of 1 to {_TURNS} turns of {_TURN_TOKENS} tokens, {given.rows} "
+        "rows of the engine, one worker of one thread, a model of 0.4 million parameters. A call "
+        f"takes {given.call} s, one in {_RARE} {given.call * _SLOWER:g} s. Medians of "
+        f"{given.times}, with their range, the ways by turns; all make the same rows.",
         "",
         "| | seconds | rows filled | against lock-step |",
         "|---|---|---|---|",

@@ -2,10 +2,9 @@
 
     python benchmarks/weights.py [--bucket 16MiB ...] [--layers 8] [--steps 6] [--engines 1] [--out FILE]
 
-One worker trains and the others generate, each a process; a step is nothing but the hand-over of a
-random model. A run of its own for each case. Memory is what a worker has beyond what it had once
-its roles were built: anonymous memory, and on an engine's worker the shared memory that it reads
-the weights from.
+One worker trains and the others generate, each a process; a step is nothing but the hand-over of a random model. A run
+of its own for each case. Memory is what a worker has beyond what it had once its roles were built: anonymous memory,
+and on an engine's worker the shared memory that it reads the weights from.
 """
 
 from __future__ import annotations
@@ -194,10 +193,8 @@ def hand_over(config: Config, *, whole: bool) -> DAG:
 def report(cases: Sequence[Case], parameters: int, given: argparse.Namespace) -> str:
     lines = [
         f"{parameters:,} parameters in float32, {4 * parameters / 1e6:.0f} MB; {given.engines} x "
-        f"{given.engine}; "
-        f"{given.steps} hand-overs; "
-        f"{platform.machine()}, {os.cpu_count()} cores, {os.getloadavg()[0]:.0f} processes that "
-        "want one",
+        f"{given.engine}; {given.steps} hand-overs; {platform.machine()}, {os.cpu_count()} cores, "
+        f"{os.getloadavg()[0]:.0f} processes that want one",
         "",
         "| bucket | trainer's worker, MB more | an engine's worker, MB more | seconds, median | "
         "least |",
@@ -205,8 +202,7 @@ def report(cases: Sequence[Case], parameters: int, given: argparse.Namespace) ->
     ]
     lines += [
         f"| {case.bucket} | {case.trainer / 1e6:.0f} | {case.engine / 1e6:.0f} | "
-        f"{median(case.seconds):.2f} | "
-        f"{min(case.seconds):.2f} |"
+        f"{median(case.seconds):.2f} | {min(case.seconds):.2f} |"
         for case in cases
     ]
     return "\n".join(lines) + "\n"

@@ -1,10 +1,9 @@
-"""GRPO of an agent that is written with the openai client: it may try twice, and a second try is
-worth half.
+"""GRPO of an agent that is written with the openai client: it may try twice, and a second try is worth half.
 
     python pipelines/openai_agent.py configs/quickstart.yaml run.name=openai_agent rollout.max_response_length=64
 
-``run_agents`` runs the agent for each row. Its requests go to the engine of its worker, and the
-tokens of one episode become one row, on which the trainer learns from those that the model wrote.
+``run_agents`` runs the agent for each row. Its requests go to the engine of its worker, and the tokens of one episode
+become one row, on which the trainer learns from those that the model wrote.
 """
 
 import openai

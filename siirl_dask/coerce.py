@@ -1,5 +1,4 @@
-"""Converts plain values, as YAML gives them, to the type of an annotation: for config fields and
-options of nodes.
+"""Converts plain values, as YAML gives them, to the type of an annotation: for config fields and options of nodes.
 
     int, float, bool, str     a number may come as text (an environment variable), a whole number as 1e3
     an Enum, a Literal        one of its values

@@ -87,8 +87,7 @@ def interface_of(host: str) -> str:
     known = ", ".join(address.address for addresses in interfaces.values() for address in addresses)
     raise ConfigError(
         f"a worker's address is {host}, which no network interface of its machine has (they have "
-        f"{known}); start it "
-        "with dask worker --host or --interface"
+        f"{known}); start it with dask worker --host or --interface"
     )
 
 

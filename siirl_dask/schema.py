@@ -41,10 +41,9 @@ PROMPT = "prompt"
 """The prompt as the dataset has it: a string, or a list of ``{role, content}`` messages."""
 ENDS_WITH_ANSWER = (
     "its last message is the assistant's, and a prompt ends where the assistant is to answer: data "
-    "import --column "
-    "prompt=messages[:-1] --column answer=messages[-1].content takes the answer out of the "
-    "messages, and "
-    "data.continue_answers=true lets the model go on with what the message begins"
+    "import --column prompt=messages[:-1] --column answer=messages[-1].content takes the answer "
+    "out of the messages, and data.continue_answers=true lets the model go on with what the "
+    "message begins"
 )
 """Error of a prompt of messages whose last is the answer, with what to do."""
 ANSWER = "answer"

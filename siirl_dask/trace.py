@@ -22,9 +22,8 @@ START = "start"
 # entries between two drains: a chain has some dozens of links, a weight stream some hundred tables
 _MOST = 8192
 _POINTS = 128  # of a count between two drains
-_FIRST_PAUSE = (
-    10_000_000  # nanoseconds between two points of a count, doubled when there are too many of them
-)
+# nanoseconds between two points of a count, doubled when there are too many of them
+_FIRST_PAUSE = 10_000_000
 
 
 class Lane(StrEnum):

@@ -3,9 +3,8 @@
 import threading
 import time
 
-_BURST = (
-    0.003  # seconds of computing: longer than a scheduler's slice hides, short beside the pause
-)
+# seconds of computing: longer than a scheduler's slice hides, short beside the pause
+_BURST = 0.003
 _PAUSE = 0.1
 
 

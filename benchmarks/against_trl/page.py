@@ -103,8 +103,7 @@ def summary(parts: Mapping[str, Measured]) -> Iterator[str]:
         )
         yield (
             f"{sum(case['equal'] for case in same)} of {len(same)} loss configurations that both "
-            "have are equal "
-            f"(loss within {loss:.0e}, gradient within {gradient:.0e}, relatively); "
+            f"have are equal (loss within {loss:.0e}, gradient within {gradient:.0e}, relatively); "
             f"{len(cases) - len(same)} are defined otherwise"
         )
     if "curves" in parts:
@@ -149,11 +148,9 @@ def _advantages(found: Mapping[str, Any]) -> str:
     apart = found["advantages"]
     return (
         "Advantages of the same rewards, how far apart relatively: without the standard deviation "
-        "(`dr_grpo`, TRL's "
-        f"`scale_rewards=none`) {apart['dr_grpo']:.0e}; with it (`grpo`, TRL's `group`) "
-        f"{apart['grpo']:.0e}, because "
-        "TRL adds 1e-4 to it and this package 1e-6; "
-        f"with 1e-4 here as well {apart['grpo_with_trls_epsilon']:.0e}."
+        f"(`dr_grpo`, TRL's `scale_rewards=none`) {apart['dr_grpo']:.0e}; with it (`grpo`, TRL's "
+        f"`group`) {apart['grpo']:.0e}, because TRL adds 1e-4 to it and this package 1e-6; with "
+        f"1e-4 here as well {apart['grpo_with_trls_epsilon']:.0e}."
     )
 
 

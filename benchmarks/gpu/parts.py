@@ -93,8 +93,7 @@ def choose(only: str) -> tuple[Part, ...]:
     if unknown:
         raise ValueError(
             f"ONLY={only!r}: {', '.join(unknown)} is no group and no part; groups are "
-            f"{', '.join(GROUPS)}; parts are "
-            f"{', '.join(NAMES)}"
+            f"{', '.join(GROUPS)}; parts are {', '.join(NAMES)}"
         )
     if not asked:
         return PARTS

@@ -59,9 +59,8 @@ class Outcomes:
 AdvantageFn = Callable[[Outcomes], Tensor]
 """``Outcomes -> advantages [R] float32``."""
 
-_EPSILON = (
-    1e-6  # as in siiRL and verl (TRL: 1e-4); a group without spread has advantage 0, not 0 / 0
-)
+# as in siiRL and verl (TRL: 1e-4); a group without spread has advantage 0, not 0 / 0
+_EPSILON = 1e-6
 _Row = tuple[float, int]  # reward, length
 
 
@@ -115,8 +114,7 @@ def gdpo(
     if not outcomes.parts:
         raise ValueError(
             "gdpo needs the parts of a reward that is a dict: name them, as in nodes: {advantage: "
-            "{with: {parts: "
-            "[accuracy, format]}}}"
+            "{with: {parts: [accuracy, format]}}}"
         )
     if unknown := sorted(weights.keys() - outcomes.parts.keys()):
         raise ValueError(

@@ -145,9 +145,8 @@ def keep_high_entropy(inputs: LossInputs) -> Tensor:
     if _HIGH_ENTROPY not in inputs.columns:
         raise ValueError(
             f"keep_high_entropy needs the column {_HIGH_ENTROPY!r} (there are: "
-            f"{sorted(inputs.columns)}): add a node "
-            "that runs siirl_dask.nodes:choose_high_entropy before the update, and columns: "
-            f"[{_HIGH_ENTROPY}] to it"
+            f"{sorted(inputs.columns)}): add a node that runs siirl_dask.nodes:choose_high_entropy "
+            f"before the update, and columns: [{_HIGH_ENTROPY}] to it"
         )
     return inputs.columns[_HIGH_ENTROPY].to(inputs.old_logprobs.dtype)
 

@@ -70,8 +70,7 @@ def _covariant(inputs: LossInputs, name: str) -> Tensor:
     if _COVARIANT not in inputs.columns:
         raise ValueError(
             f"{name} needs the column {_COVARIANT!r} (there are: {sorted(inputs.columns)}): add a "
-            "node that runs "
-            f"siirl_dask.nodes:choose_covariant before the update, and columns: [{_COVARIANT}] to "
-            "the update"
+            "node that runs siirl_dask.nodes:choose_covariant before the update, and columns: "
+            f"[{_COVARIANT}] to the update"
         )
     return inputs.columns[_COVARIANT].to(inputs.old_logprobs.dtype)

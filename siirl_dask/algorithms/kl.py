@@ -113,8 +113,7 @@ class KLController:
         if _MAX_ERROR * share >= 1:
             raise ConfigError(
                 f"KL horizon={self._horizon} with {samples} samples at once: expected a horizon "
-                "above "
-                f"{_MAX_ERROR * samples:g}, so that the coefficient stays positive"
+                f"above {_MAX_ERROR * samples:g}, so that the coefficient stays positive"
             )
         self.coefficient *= 1 + min(max(kl / self._target - 1, -_MAX_ERROR), _MAX_ERROR) * share
 

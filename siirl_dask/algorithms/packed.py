@@ -76,6 +76,5 @@ def check_clip(clip_low: float, clip_high: float, max_low: float = 1.0) -> None:
     if not 0 <= clip_low <= max_low or not clip_high >= 0:
         raise ValueError(
             f"clip_low={clip_low}, clip_high={clip_high}: expected clip_low from 0 to {max_low:g}, "
-            "and clip_high at "
-            "least 0"
+            "and clip_high at least 0"
         )

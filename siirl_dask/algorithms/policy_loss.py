@@ -41,8 +41,7 @@ def policy_loss(
     if kl_coefficient and inputs.reference_logprobs is None:
         raise ValueError(
             f"kl_coefficient={kl_coefficient} needs reference_logprobs, and there are none: add a "
-            "node that runs "
-            "siirl_dask.nodes:reference_logprobs, or set kl_coefficient to 0"
+            "node that runs siirl_dask.nodes:reference_logprobs, or set kl_coefficient to 0"
         )
     result = surrogate(inputs)
     loss = result.loss

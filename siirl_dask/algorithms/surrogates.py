@@ -156,9 +156,8 @@ def dppo(
     )
 
 
-_SMALLEST = (
-    1e-8  # of 1 - p: a token of probability 1 leaves nothing for the others, in float32 as well
-)
+# of 1 - p: a token of probability 1 leaves nothing for the others, in float32 as well
+_SMALLEST = 1e-8
 
 
 def _binary_kl(old: Tensor, current: Tensor) -> Tensor:

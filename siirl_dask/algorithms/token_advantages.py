@@ -52,14 +52,12 @@ class TokenOutcomes:
         if self.offsets.shape != (rows + 1,) or int(self.offsets[-1]) != tokens:
             raise ValueError(
                 f"offsets {list(self.offsets.shape)} end at {int(self.offsets[-1])}: expected "
-                f"[{rows + 1}] for "
-                f"{rows} group_ids, and {tokens}, the number of rewards"
+                f"[{rows + 1}] for {rows} group_ids, and {tokens}, the number of rewards"
             )
         if masked_rewards := int((self.rewards[~self.mask] != 0).sum()):
             raise ValueError(
                 f"{masked_rewards} rewards are on tokens where the mask is False: expected 0 "
-                "there; move each to a "
-                "token where it is True"
+                "there; move each to a token where it is True"
             )
 
 

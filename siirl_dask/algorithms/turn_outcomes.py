@@ -93,8 +93,7 @@ class TurnOutcomes:
         if self.offsets.shape != (rows + 1,) or int(self.offsets[-1]) != turns:
             raise ValueError(
                 f"offsets {list(self.offsets.shape)} end at {int(self.offsets[-1])}: expected "
-                f"[{rows + 1}] for {rows} "
-                f"rows, and {turns}, the number of rewards"
+                f"[{rows + 1}] for {rows} rows, and {turns}, the number of rewards"
             )
         if self.values is not None and self.values.shape != (tokens,):
             raise ValueError(

@@ -38,10 +38,8 @@ _FUNCTION = re.compile(r":\s*\w+\s*\Z")
 _OWN = re.compile(r"siirl_dask(\.\w+)*:\w+", re.ASCII)
 _MARKED = (
     "seconds and bytes that differ from their estimates by half as much again (bytes: above them "
-    "alone, since rows "
-    "that stay on their worker bring none), rows that differ by more than 1 %, and memory above "
-    "its bound. '-': not "
-    "measured, or not estimated."
+    "alone, since rows that stay on their worker bring none), rows that differ by more than 1 %, "
+    "and memory above its bound. '-': not measured, or not estimated."
 )
 
 
@@ -64,10 +62,8 @@ def analyze_run(url: str, form: str, timing: TimingOptions, *, trust: bool = Fal
         more = f" and {len(named) - 1} more" if len(named) > 1 else ""
         raise ConfigError(
             f"run {url!r} names code that is not of siirl_dask: {named[0]!r}{more}. To plan it "
-            "that code is "
-            "imported and runs here, whoever wrote it: give --trust if you know it, or leave "
-            "--analyze out; report and "
-            "trace show what was measured without it"
+            "that code is imported and runs here, whoever wrote it: give --trust if you know it, "
+            "or leave --analyze out; report and trace show what was measured without it"
         )
     measured = _measured(url)
     notes = [_of_steps(measured)]
@@ -276,8 +272,7 @@ def _splits(config: Config, found: Analysis, device: str | None) -> str:
         )
     how = (
         "a role's work is divided evenly among its workers, as if each had a device of its own "
-        "(--on takes the "
-        "performance model instead)"
+        "(--on takes the performance model instead)"
         if device is None
         else f"measured seconds change as the performance model says for {device}"
     )

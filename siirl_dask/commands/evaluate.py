@@ -75,10 +75,8 @@ def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
     if config.agents:
         raise ConfigError(
             f"run {request.model!r} has the agents {[*config.agents]}, and eval samples from one "
-            "model: the run's own "
-            "validation (validation.url) answers with all of them; to evaluate one of them, write "
-            "its model with "
-            "`siirl-dask export --role policy_NAME`"
+            "model: the run's own validation (validation.url) answers with all of them; to "
+            "evaluate one of them, write its model with `siirl-dask export --role policy_NAME`"
         )
     set_retry_seconds(config.storage.retry_seconds)
     answering = answering_of(

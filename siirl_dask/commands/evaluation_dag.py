@@ -77,8 +77,7 @@ def answering_of(
     if own_reward and (spec or named):
         raise ConfigError(
             "a reward function (--reward, rewards.function) scores single responses, and episodes "
-            "are rewarded by "
-            "their environments, or by their agents: leave it out"
+            "are rewarded by their environments, or by their agents: leave it out"
         )
     if world is not None and (run is None or (spec or {}).get("run") is not play):
         raise ConfigError(

@@ -181,8 +181,7 @@ def _devices(memory: int | None, cards: Cards) -> str:
         groups[label.partition(" ")[2]] = (", ".join(roles), roles)
     title = (
         "With an accelerator for each worker: it fits, with so many rows at once, or needs more "
-        "than there "
-        "is. --device-memory 80GB shows the parts, and what to change"
+        "than there is. --device-memory 80GB shows the parts, and what to change"
     )
     return f"== device memory ==\n\n{title}\n{summary(groups)}"
 

@@ -1,12 +1,10 @@
-"""``siirl-dask replay``: runs nodes of a run's DAG again on the rows that it stored, with something
-changed.
+"""``siirl-dask replay``: runs nodes of a run's DAG again on the rows that it stored, with something changed.
 
     siirl-dask replay runs/mine --steps 10:20 --from reward --set rewards.function=rewards.py:stricter
 
-The rows go into a table of their own beside the run's, and the difference is printed. Roles that
-none of these nodes uses are not built: a changed reward loads no model. A model that is built has
-the weights of a checkpoint of the run, by default those that it had at each step, as far as there
-are checkpoints.
+The rows go into a table of their own beside the run's, and the difference is printed. Roles that none of these nodes
+uses are not built: a changed reward loads no model. A model that is built has the weights of a checkpoint of the run,
+by default those that it had at each step, as far as there are checkpoints.
 """
 
 from __future__ import annotations
@@ -145,8 +143,7 @@ def changed_spec(
         if name not in known or not function:
             raise ConfigError(
                 f"--node {text!r}: expected NAME=module:function or NAME=file.py:function, with "
-                "the name of a node "
-                f"that is run again (nodes: {known}){did_you_mean(name, known)}"
+                f"the name of a node that is run again (nodes: {known}){did_you_mean(name, known)}"
             )
         next(node for node in nodes if node["name"] == name)["run"] = function
     named = [role.name for role in again.roles]
@@ -224,8 +221,7 @@ def render(replayed: Replayed) -> str:
         correlation = "-" if column.correlation is None else f"{column.correlation:.3f}"
         lines.append(
             f"{column.name:<20} {column.values:>9} {column.changed:>9} {column.flipped:>9} "
-            f"{column.before:>10.4g} "
-            f"{column.after:>10.4g} {correlation:>7}"
+            f"{column.before:>10.4g} {column.after:>10.4g} {correlation:>7}"
         )
     for sample in changes.samples:
         lines += [

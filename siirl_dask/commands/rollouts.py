@@ -157,9 +157,8 @@ def _answers(rollouts: Rollouts, asked: Namespace) -> Iterator[QueryResult]:
     if asked.mismatch:
         note = (
             "Absolute difference of a token's two log-probs, and shares of tokens by the ratio of "
-            "the trainer's "
-            "probability before the update to the sampler's. What the policy learned in between is "
-            "in it."
+            "the trainer's probability before the update to the sampler's. What the policy learned "
+            "in between is in it."
         )
         yield QueryResult(
             "The sampler's log-probs against the trainer's", mismatch(rollouts), note=note

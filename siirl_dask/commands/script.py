@@ -29,8 +29,7 @@ from siirl_dask.runs.reader import Run, open_run
 
 EXIT_CODES = (
     "exit codes: 0 done, 1 the run failed, 2 an argument, config, DAG or dataset is unusable, 130 "
-    "stopped by Ctrl-C or "
-    "SIGTERM, 141 the reader of the output closed it"
+    "stopped by Ctrl-C or SIGTERM, 141 the reader of the output closed it"
 )
 Recipe = Callable[[Config], DAG]
 _T = TypeVar("_T")

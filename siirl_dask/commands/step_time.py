@@ -91,8 +91,7 @@ class Estimated:
         tokens = self.rows * (lengths.prompt + lengths.response) / total
         last = [
             f"About {_seconds(total)} s a step: {self.rows / total:,.1f} rows or {tokens:,.0f} "
-            "tokens a second. "
-            f"Longest: {self.step.bottleneck}. Idle: {idle}."
+            f"tokens a second. Longest: {self.step.bottleneck}. Idle: {idle}."
         ]
         if self.splits:
             best = "; ".join(

@@ -36,8 +36,7 @@ def unpack(model: str, to: str) -> str:
     if method not in UNPACKED:
         raise ConfigError(
             f"the weights of {model!r} are packed by {method!r}, which is not known here: expected "
-            "one of "
-            f"{', '.join(UNPACKED)}"
+            f"one of {', '.join(UNPACKED)}"
         )
     base = folder_here(model, weights=True)
     fs, path = open_fs(to)

@@ -18,8 +18,7 @@ from siirl_dask.views.watch.screen import screen
 
 WATCH_EXIT_CODES = (
     "exit codes: 0 the run is complete, or is under way with --once, 1 it failed or its process is "
-    "gone, 2 there is no "
-    "run, 130 it was interrupted, or you ended this with Ctrl-C"
+    "gone, 2 there is no run, 130 it was interrupted, or you ended this with Ctrl-C"
 )
 _EVERY = 2.0
 

@@ -124,22 +124,19 @@ class Config:
         if self.algorithm.minibatches > self.data.batch_size:
             raise ConfigError(
                 f"algorithm.minibatches={self.algorithm.minibatches}: expected at most "
-                "data.batch_size="
-                f"{self.data.batch_size}, one prompt each"
+                f"data.batch_size={self.data.batch_size}, one prompt each"
             )
         if self.cluster.elastic and not self.checkpoint.every:
             raise ConfigError(
                 "cluster.elastic=true with checkpoint.every=0: a run takes workers in with a "
-                "checkpoint; expected "
-                "checkpoint.every of at least 1"
+                "checkpoint; expected checkpoint.every of at least 1"
             )
         own = {f"agents.{name}.trainer": agent.trainer for name, agent in self.agents.items()}
         for name, trainer in {"trainer": self.trainer, "critic": self.critic, **own}.items():
             if trainer.max_skipped_steps and self.run.on_nan is OnNan.stop:
                 raise ConfigError(
                     f"{name}.max_skipped_steps={trainer.max_skipped_steps} with run.on_nan=stop, "
-                    "which skips none: set "
-                    "run.on_nan=skip as well, or leave it out"
+                    "which skips none: set run.on_nan=skip as well, or leave it out"
                 )
         self._fill_total_steps(
             self.trainer, self.algorithm, self.run.steps - self.algorithm.critic_warmup_steps

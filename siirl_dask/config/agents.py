@@ -86,14 +86,12 @@ def check_agents(
         if agent.rollout.router_replay:
             raise ConfigError(
                 f"agents.{name}.rollout.router_replay=true: an agent's turn goes on to the next "
-                "agent without its "
-                "routes; leave rollout.router_replay out"
+                "agent without its routes; leave rollout.router_replay out"
             )
         if agent.algorithm.minibatches > batch_size:
             raise ConfigError(
                 f"agents.{name}.algorithm.minibatches={agent.algorithm.minibatches}: expected at "
-                "most "
-                f"data.batch_size={batch_size}, one prompt each"
+                f"most data.batch_size={batch_size}, one prompt each"
             )
         if agent.share is not None:
             _check_share(agents, name, agent)
@@ -123,14 +121,12 @@ def _check_base(agents: Mapping[str, AgentConfig], name: str, agent: AgentConfig
     if agent.base == [name] or first not in (name, *earlier):
         raise ConfigError(
             f"agents.{name}.base={first!r}: expected an agent named before it that has a policy of "
-            f"its own ({earlier})"
-            f"{did_you_mean(first, earlier)}"
+            f"its own ({earlier}){did_you_mean(first, earlier)}"
         )
     if agent.share is not None:
         raise ConfigError(
             f"agents.{name}.base={first!r} and share={agent.share!r}: one that shares a policy has "
-            "its adapters; leave "
-            "one of them out"
+            "its adapters; leave one of them out"
         )
     if agent.base != agents[first].base:
         other = next(iter(agents[first].base), None)
@@ -148,8 +144,7 @@ def _check_base(agents: Mapping[str, AgentConfig], name: str, agent: AgentConfig
     if key := _differs(agent, agents[first], ["model", *network, *engine]):
         raise ConfigError(
             f"agents.{name}.{key} differs from that of {first!r}, whose base it has: give it under "
-            f"agents.{first}, or "
-            f"leave out agents.{name}.base"
+            f"agents.{first}, or leave out agents.{name}.base"
         )
 
 
@@ -158,16 +153,14 @@ def _check_share(agents: Mapping[str, AgentConfig], name: str, agent: AgentConfi
     if agent.share not in earlier:
         raise ConfigError(
             f"agents.{name}.share={agent.share!r}: expected an agent named before it that has a "
-            "policy of its own "
-            f"({earlier}){did_you_mean(str(agent.share), earlier)}"
+            f"policy of its own ({earlier}){did_you_mean(str(agent.share), earlier)}"
         )
     other = agents[str(agent.share)]
     own = [f"rollout.{f.name}" for f in fields(RolloutConfig) if f.name not in SAMPLING]
     if key := _differs(agent, other, ["model", "trainer", "algorithm", *own]):
         raise ConfigError(
             f"agents.{name}.{key} differs from that of {agent.share!r}, whose engine and policy it "
-            "shares: give it "
-            f"under agents.{agent.share}, or leave out agents.{name}.share"
+            f"shares: give it under agents.{agent.share}, or leave out agents.{name}.share"
         )
 
 

@@ -147,8 +147,7 @@ class DataConfig:
         if self.sources and self.url is not None:
             raise ConfigError(
                 f"data.url={self.url!r} and data.sources are both given: expected one of them; "
-                "data.url=null takes "
-                "away what a base gives"
+                "data.url=null takes away what a base gives"
             )
         if not self.sources and not self.url:
             raise ConfigError(

@@ -62,8 +62,7 @@ class VllmConfig:
         if share is not None and not 0 < share <= 1:
             raise ConfigError(
                 f"rollout.vllm.gpu_memory_utilization={share}: expected more than 0, at most 1; or "
-                "null, for what the "
-                "other roles leave"
+                "null, for what the other roles leave"
             )
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if (count := getattr(self, name)) is not None:
@@ -77,8 +76,7 @@ class VllmConfig:
             size = self.engine_kwargs["tensor_parallel_size"]
             raise ConfigError(
                 f"rollout.vllm.engine_kwargs.tensor_parallel_size={size}: the workers of an engine "
-                "are the run's; "
-                f"give rollout.tensor_parallel_size={size} instead"
+                f"are the run's; give rollout.tensor_parallel_size={size} instead"
             )
 
 
@@ -105,8 +103,7 @@ class SglangConfig:
         if share is not None and not 0 < share < 1:
             raise ConfigError(
                 f"rollout.sglang.mem_fraction_static={share}: expected more than 0 and less than "
-                "1; or null, for what "
-                "the other roles leave"
+                "1; or null, for what the other roles leave"
             )
 
 

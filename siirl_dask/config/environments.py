@@ -118,6 +118,5 @@ class EnvironmentsConfig:
         if self.rows_per_episode < least:
             raise ConfigError(
                 f"environments.rows_per_episode={self.rows_per_episode}: expected at least 1, and "
-                "one for each of the "
-                f"{len(self.agents)} agents (environments.agents)"
+                f"one for each of the {len(self.agents)} agents (environments.agents)"
             )

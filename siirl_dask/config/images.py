@@ -62,16 +62,14 @@ class ImagesConfig:
             if (given := getattr(self, one.name)) != one.default:
                 raise ConfigError(
                     f"images.{one.name}={given!r} and images.column=null, so no images are read: "
-                    "name their column, or "
-                    f"leave images.{one.name} out"
+                    f"name their column, or leave images.{one.name} out"
                 )
         self.folder = self.folder and absolute(self.folder)
         at_least("images", 1, most=self.most, max_source_pixels=self.max_source_pixels)
         if self.max_source_pixels > _MOST_PIXELS:
             raise ConfigError(
                 f"images.max_source_pixels={self.max_source_pixels}: expected at most "
-                f"{_MOST_PIXELS}, of which Pillow "
-                "opens images"
+                f"{_MOST_PIXELS}, of which Pillow opens images"
             )
         above("images", 0, timeout=self.timeout)
         for name, pixels in {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}.items():

@@ -27,14 +27,12 @@ def check_megatron_operators(given: Mapping[str, str], *, megatron: bool) -> Non
         if library == MINDSPEED and not megatron:
             raise ConfigError(
                 f"trainer.operators.{operator}={MINDSPEED}: MindSpeed replaces functions of "
-                "megatron-core; take "
-                "trainer.backend=megatron, or leave it out"
+                "megatron-core; take trainer.backend=megatron, or leave it out"
             )
     if MINDSPEED in given.values() and given.get("rms_norm") != MINDSPEED:
         raise ConfigError(
             f"trainer.operators={dict(given)}: MindSpeed replaces megatron-core's norms wherever "
-            "it is imported; add "
-            f"rms_norm: {MINDSPEED}, or take no operator of it"
+            f"it is imported; add rms_norm: {MINDSPEED}, or take no operator of it"
         )
 
 
@@ -83,9 +81,8 @@ class MegatronConfig:
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ConfigError(
                 f"trainer.megatron.virtual_pipeline={self.virtual_pipeline} with "
-                "trainer.megatron.pipeline_parallel=1: "
-                "there are no stages to pass through more than once; leave it out, or give "
-                "pipeline_parallel more"
+                "trainer.megatron.pipeline_parallel=1: there are no stages to pass through more "
+                "than once; leave it out, or give pipeline_parallel more"
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError(
@@ -105,8 +102,7 @@ class MegatronConfig:
             )
             raise ConfigError(
                 f"trainer.megatron.expert_parallel={self.expert_parallel}: expected a divisor or a "
-                "multiple of "
-                f"trainer.megatron.tensor_parallel={self.tensor_parallel}{context}"
+                f"multiple of trainer.megatron.tensor_parallel={self.tensor_parallel}{context}"
             )
 
     @property

@@ -241,10 +241,8 @@ class RolloutConfig:
             if self.engine_options:
                 raise ConfigError(
                     f"rollout.engine_options={self.engine_options}: they are for an engine of your "
-                    "own, and "
-                    f"rollout.engine is {self.engine}, which reads rollout.vllm or rollout.sglang; "
-                    "leave them out, or "
-                    "give rollout.engine=module:NAME"
+                    f"own, and rollout.engine is {self.engine}, which reads rollout.vllm or "
+                    "rollout.sglang; leave them out, or give rollout.engine=module:NAME"
                 )
         else:
             self._check_own_engine()
@@ -252,9 +250,8 @@ class RolloutConfig:
         if size > 1 and self.work_stealing:
             raise ConfigError(
                 f"rollout.work_stealing=true and rollout.tensor_parallel_size={size}: the workers "
-                "of an engine begin "
-                "all rows together, so that there are none to take over; leave work_stealing out, "
-                "or give false"
+                "of an engine begin all rows together, so that there are none to take over; leave "
+                "work_stealing out, or give false"
             )
         self._check_sglang()
         if self.engine != Engine.transformers:
@@ -262,20 +259,17 @@ class RolloutConfig:
         if size > 1:
             raise ConfigError(
                 f"rollout.tensor_parallel_size={size}: rollout.engine=transformers generates on "
-                "one device; take "
-                "rollout.engine=vllm, or leave it at 1"
+                "one device; take rollout.engine=vllm, or leave it at 1"
             )
         if self.sampler is Sampler.vllm:
             raise ConfigError(
                 "rollout.sampler=vllm: it is part of vLLM, and rollout.engine is transformers; "
-                "take "
-                "rollout.sampler=exact or rollout.engine=vllm"
+                "take rollout.sampler=exact or rollout.engine=vllm"
             )
         if self.vllm.engine_kwargs:
             raise ConfigError(
                 f"rollout.vllm.engine_kwargs={self.vllm.engine_kwargs}: they are vLLM's, and "
-                "rollout.engine is "
-                "transformers; leave them out or take rollout.engine=vllm"
+                "rollout.engine is transformers; leave them out or take rollout.engine=vllm"
             )
 
     def _check_own_engine(self) -> None:
@@ -286,21 +280,18 @@ class RolloutConfig:
             shipped = [str(engine) for engine in Engine]
             raise ConfigError(
                 f"rollout.engine={self.engine!r}: expected one of {shipped}, or module:NAME of an "
-                "engine of your own"
-                f"{did_you_mean(self.engine, shipped)}"
+                f"engine of your own{did_you_mean(self.engine, shipped)}"
             )
         if self.sampler is Sampler.vllm:
             raise ConfigError(
                 f"rollout.sampler=vllm: it is part of vLLM, and rollout.engine is {self.engine}; "
-                "take "
-                "rollout.sampler=exact or rollout.engine=vllm"
+                "take rollout.sampler=exact or rollout.engine=vllm"
             )
         if others := changed_options("rollout.vllm", self.vllm):
             shown = ", ".join(f"{name}={value}" for name, value in others.items())
             raise ConfigError(
                 f"{shown}: only vLLM reads this, and rollout.engine is {self.engine}; leave it out "
-                "or take "
-                "rollout.engine=vllm"
+                "or take rollout.engine=vllm"
             )
 
     def _check_sglang(self) -> None:
@@ -311,8 +302,7 @@ class RolloutConfig:
         if not used and self.sampler is Sampler.sglang:
             raise ConfigError(
                 "rollout.sampler=sglang: it is part of SGLang, and rollout.engine is "
-                f"{self.engine}; take "
-                "rollout.sampler=exact or rollout.engine=sglang"
+                f"{self.engine}; take rollout.sampler=exact or rollout.engine=sglang"
             )
         others = (
             changed_options("rollout.vllm", self.vllm)
@@ -324,8 +314,7 @@ class RolloutConfig:
             reader = "vLLM" if used else "SGLang"
             raise ConfigError(
                 f"{shown}: only {reader} reads this, and rollout.engine is {self.engine}; leave it "
-                "out or take "
-                f"rollout.engine={reader.lower()}"
+                f"out or take rollout.engine={reader.lower()}"
             )
         if not used:
             return
@@ -372,9 +361,8 @@ class RolloutConfig:
         if self.partial != (self.max_tokens_per_step is not None):
             raise ConfigError(
                 f"rollout.partial={self.partial} and "
-                f"rollout.max_tokens_per_step={self.max_tokens_per_step}: "
-                "expected both or neither, as in rollout.partial=true "
-                "rollout.max_tokens_per_step=512"
+                f"rollout.max_tokens_per_step={self.max_tokens_per_step}: expected both or "
+                "neither, as in rollout.partial=true rollout.max_tokens_per_step=512"
             )
         if self.max_tokens_per_step is not None:
             at_least("rollout", 1, max_tokens_per_step=self.max_tokens_per_step)
@@ -384,9 +372,8 @@ class RolloutConfig:
             raise ConfigError(
                 f"rollout.max_staleness={self.max_staleness}: expected at least the steps ahead, "
                 f"{max(self.steps_ahead, 0)} (rollout.steps_ahead), and "
-                f"{self.steps_per_response - 1} more for a "
-                f"response of {self.steps_per_response} steps (rollout.max_response_length, "
-                "rollout.max_tokens_per_step)"
+                f"{self.steps_per_response - 1} more for a response of {self.steps_per_response} "
+                "steps (rollout.max_response_length, rollout.max_tokens_per_step)"
             )
 
 

@@ -146,6 +146,5 @@ class CheckpointConfig:
         if phase not in ("train", "validation") or not slash or not metric:
             raise ConfigError(
                 f"checkpoint.keep_best={self.keep_best!r}: expected train/ or validation/ and the "
-                "name of a metric, "
-                "such as validation/reward/mean"
+                "name of a metric, such as validation/reward/mean"
             )

@@ -16,9 +16,8 @@ ENGINES_LOGPROBS = "siirl_dask.nodes:rollout_logprobs"
 LAYOUT_GROUPS = ("trainer.megatron",)
 """Groups whose options only divide a model among workers: what is learned does not depend on
 them."""
-_OF_CURRENT_POLICY = (
-    "siirl_dask.algorithms:mask_off_policy"  # the one correction that no old log-probs enter
-)
+# the one correction that no old log-probs enter
+_OF_CURRENT_POLICY = "siirl_dask.algorithms:mask_off_policy"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -201,15 +200,13 @@ class LoraConfig:
             if not self.rank:
                 raise ConfigError(
                     f"trainer.lora.path={self.path!r}: there are no adapters with "
-                    "trainer.lora.rank=0; give the rank "
-                    "that these have, or leave it out"
+                    "trainer.lora.rank=0; give the rank that these have, or leave it out"
                 )
         above("trainer.lora", 0, alpha=self.alpha)
         if self.targets and not self.rank:
             raise ConfigError(
                 f"trainer.lora.targets={self.targets}: there are no adapters with "
-                "trainer.lora.rank=0; give it a rank, "
-                "or leave them out"
+                "trainer.lora.rank=0; give it a rank, or leave them out"
             )
 
 
@@ -308,8 +305,7 @@ class TrainerConfig:
         if self.park and self.fsdp.offload:
             raise ConfigError(
                 "trainer.park=true and trainer.fsdp.offload=true: what is offloaded is in the "
-                "host's memory already; "
-                "leave one of them out"
+                "host's memory already; leave one of them out"
             )
         self._check_tensor_parallel()
         if self.freeze and self.lora.rank:
@@ -321,9 +317,8 @@ class TrainerConfig:
         if self.optimizer == OptimizerName.muon and self.lora.rank:
             raise ConfigError(
                 f"trainer.optimizer=muon with trainer.lora.rank={self.lora.rank}: Muon steps whole "
-                "matrices, and "
-                "adapters are factors of one; take trainer.optimizer=adamw, or leave the adapters "
-                "out"
+                "matrices, and adapters are factors of one; take trainer.optimizer=adamw, or "
+                "leave the adapters out"
             )
         self._check_visual_lr()
         if self.liger is True and self.compile:
@@ -360,14 +355,12 @@ class TrainerConfig:
             if self.backend_options:
                 raise ConfigError(
                     f"trainer.backend_options={self.backend_options}: the backend {self.backend} "
-                    "reads none; they are "
-                    "for a backend of your own, trainer.backend=module:NAME"
+                    "reads none; they are for a backend of your own, trainer.backend=module:NAME"
                 )
         elif ":" not in self.backend:
             raise ConfigError(
                 f"trainer.backend={self.backend!r}: expected one of {shipped}, or module:NAME of a "
-                "TrainerSpec of your "
-                f"own{did_you_mean(self.backend, shipped)}"
+                f"TrainerSpec of your own{did_you_mean(self.backend, shipped)}"
             )
 
     def _check_visual_lr(self) -> None:
@@ -422,6 +415,5 @@ class TrainerConfig:
         if conflicts := [f"trainer.{name}" for name, value in others.items() if value]:
             raise ConfigError(
                 f"trainer.fsdp.tensor_parallel={self.fsdp.tensor_parallel}: it does not go "
-                "together with "
-                f"{', '.join(conflicts)}; leave one out"
+                f"together with {', '.join(conflicts)}; leave one out"
             )

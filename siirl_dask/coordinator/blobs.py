@@ -61,10 +61,8 @@ def missing_groups(groups: NDArray[Any], names: Collection[str], source: str) ->
     """
     return DataError(
         f"{len(groups)} groups have rows here and no {[*names]} in the rows of {source!r} (first "
-        "group_id "
-        f"{groups[0]}): a node that numbers groups anew, or keeps some for later steps, declares "
-        "groups='new' in its "
-        "@columns"
+        f"group_id {groups[0]}): a node that numbers groups anew, or keeps some for later steps, "
+        "declares groups='new' in its @columns"
     )
 
 

@@ -220,10 +220,8 @@ def too_large(dataset: str, what: str, nbytes: int, limit: int) -> DataError:
     """Return the error for ``what``, which takes more than may be read at once."""
     return DataError(
         f"{dataset}: {what} takes at least {nbytes} bytes once decoded, and a worker may read "
-        f"{limit} at once "
-        "(data.read_limit; as data.memory_limit where it is not set): raise it, lower "
-        "data.batch_size, or write the "
-        "dataset with smaller row groups"
+        f"{limit} at once (data.read_limit; as data.memory_limit where it is not set): raise it, "
+        "lower data.batch_size, or write the dataset with smaller row groups"
     )
 
 

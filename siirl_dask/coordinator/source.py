@@ -170,10 +170,8 @@ def open_source(source: Source) -> Snapshot:
     if longest.rows * _ROW > source.read_limit:
         raise DataError(
             f"dataset {source.url!r}: a row group of {longest.part!r} has {longest.rows} rows, "
-            "more than the "
-            f"{source.read_limit} bytes that may be read at once can hold (data.read_limit): raise "
-            "it, or write the "
-            "dataset with smaller row groups"
+            f"more than the {source.read_limit} bytes that may be read at once can hold "
+            "(data.read_limit): raise it, or write the dataset with smaller row groups"
         )
     return snapshot
 

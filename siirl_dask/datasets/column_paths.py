@@ -37,8 +37,7 @@ def steps_of(path: str) -> list[Step]:
         if not name or "[" in name or "]" in name:
             raise DataError(
                 f"column {path!r}: expected a name, then [NUMBER] or [FROM:TO] where it is a list, "
-                "as in "
-                "messages[-1].content or messages[:-1]"
+                "as in messages[-1].content or messages[:-1]"
             )
         steps.append(name)
         for number, start, stop in _BRACKETS.findall(brackets):
@@ -72,8 +71,7 @@ def type_at(schema: pa.Schema, path: str, name: str) -> pa.DataType:
         if step not in known:
             raise DataError(
                 f"{name!r} has no column {path!r}: no {step!r} (there is: "
-                f"{', '.join(known) or kind})"
-                f"{did_you_mean(step, known)}"
+                f"{', '.join(known) or kind}){did_you_mean(step, known)}"
             )
         kind = kind.field(step).type
     return _type_behind(schema.field(str(steps[0])).type, steps[1:])

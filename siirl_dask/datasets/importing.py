@@ -201,8 +201,7 @@ def check_prompts(schema: pa.Schema, prompt: str, name: str) -> None:
         known = schema.names
         raise DataError(
             f"{name!r} has no column {prompt!r} of prompts (there is: "
-            f"{', '.join(known)}){did_you_mean(prompt, known)}"
-            "; --prompt names it"
+            f"{', '.join(known)}){did_you_mean(prompt, known)}; --prompt names it"
         )
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not (

@@ -45,9 +45,8 @@ class JsonShape:
         self._kinds: dict[type, None] = {}  # in the order in which they were seen
         self._fields: dict[str, JsonShape] = {}
         self._item: JsonShape | None = None
-        self._inexact: str | None = (
-            None  # the first number that would not come back as it is written
-        )
+        # the first number that would not come back as it is written
+        self._inexact: str | None = None
 
     def look(self, values: Values) -> None:
         """Take note of values. ValueError for those that no column can hold."""

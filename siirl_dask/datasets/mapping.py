@@ -76,8 +76,7 @@ class ColumnMapping:
                 row = before + first_unfit(column, one.type) + 1
                 raise DataError(
                     f"{name!r}: column {one.name!r} holds {_name_of(column.type)}, and its value "
-                    f"in row {row} is no "
-                    f"{_name_of(one.type)}: {error!s:.300}"
+                    f"in row {row} is no {_name_of(one.type)}: {error!s:.300}"
                 ) from error
         return pa.table(columns, schema=schema)
 

@@ -61,9 +61,8 @@ class TableWriter:
             self._stage()
         while self._pending:
             self._parts.append(self._pending.popleft().result())
-        self._committing = (
-            True  # from here on a manifest may list the parts, also where its reply is lost
-        )
+        # from here on a manifest may list the parts, also where its reply is lost
+        self._committing = True
         return commit(
             self._url, self._parts, schema=self._schema, properties=properties, new=not append
         )

@@ -144,9 +144,8 @@ def open_csv(fs: AbstractFileSystem, path: str, separator: str | None) -> tuple[
         if other is not None:
             raise DataError(
                 f"{shown}: its first line has no {_SEPARATORS[between].removeprefix('a ')}, and "
-                f"{_SEPARATORS[other]}: "
-                f"say what is between columns, with --separator {other!r} or --separator "
-                f"{between!r}"
+                f"{_SEPARATORS[other]}: say what is between columns, with --separator {other!r} or "
+                f"--separator {between!r}"
             )
     schema = pa.schema(
         [pa.field(name or f"column{number}", pa.string()) for number, name in enumerate(names)]

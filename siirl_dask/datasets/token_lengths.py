@@ -19,9 +19,8 @@ from siirl_dask.errors import ConfigError
 
 _PROPERTY = "token_lengths"
 _READERS = 8  # parts read at once
-_GROUPS = (
-    256  # row groups that are read of a table with more: on an object store each is a round trip
-)
+# row groups that are read of a table with more: on an object store each is a round trip
+_GROUPS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +66,9 @@ def extended(found: TokenLengths, there: Snapshot | None) -> TokenLengths | None
     ):
         raise ConfigError(
             f"--length-column {found.column}: that column of {there.url!r} has the lengths of "
-            f"{known.prompt!r} by "
-            f"tokenizer {known.tokenizer[:8]}, and these would be of {found.prompt!r} by "
-            f"{found.tokenizer[:8]}: give "
-            "the same tokenizer and --prompt, or make another table"
+            f"{known.prompt!r} by tokenizer {known.tokenizer[:8]}, and these would be of "
+            f"{found.prompt!r} by {found.tokenizer[:8]}: give the same tokenizer and --prompt, or "
+            "make another table"
         )
     holds = token_lengths_of(there)
     return (

@@ -21,9 +21,8 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 GIVEN = "SIIRL_GIVEN_CPUS"
 """Environment variable of a process that has bound itself: the CPUs that it had before, for
 processes it starts."""
-_LEAST = (
-    4  # CPUs of a worker: its task, the event loop, copies of rows, a checkpoint that is written
-)
+# CPUs of a worker: its task, the event loop, copies of rows, a checkpoint that is written
+_LEAST = 4
 _MOST = 2**13  # CPUs of a kernel, at most
 _LONGEST = 2**16  # characters of a list of CPUs
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")

@@ -18,9 +18,8 @@ from torch import Tensor
 _WIDEST_ROTARY = 896
 _MOST_HEADS = 1000
 _WIDEST_HEAD = 768
-_MASK = (
-    2048  # size of the compressed causal mask that the modes below want, whatever the rows' lengths
-)
+# size of the compressed causal mask that the modes below want, whatever the rows' lengths
+_MASK = 2048
 _CAUSAL = 3  # mode of the mask: aligned at the lower right
 _BAND = 4  # mode of the mask: within a window
 

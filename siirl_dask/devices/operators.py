@@ -103,8 +103,7 @@ def check_backend_operators(
         if library not in known:
             raise ConfigError(
                 f"trainer.operators.{operator}={library} with trainer.backend={backend}: expected "
-                "one of "
-                f"{', '.join(known)}"
+                f"one of {', '.join(known)}"
             )
 
 

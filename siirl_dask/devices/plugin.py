@@ -35,9 +35,8 @@ def check_plugins() -> None:
     try:
         import torch  # noqa: F401
     finally:
-        os.environ[AUTOLOAD] = (
-            given  # a plug-in may look at it, and so do processes that are started from here
-        )
+        # a plug-in may look at it, and so do processes that are started from here
+        os.environ[AUTOLOAD] = given
     for plugin in plugins:
         try:
             plugin.load()()

@@ -63,16 +63,14 @@ def _where_weights_are(error: FolderGone, url: str, steps: int) -> str:
     if newest is None and error.now_at is None:
         return (
             f"weights  no checkpoint is at {url}: those of {_all_of(steps)} are where the folder "
-            "was moved to, or "
-            "gone with it; what was trained since the newest of them is gone"
+            "was moved to, or gone with it; what was trained since the newest of them is gone"
         )
     if newest is None:
         return f"weights  {folder} has no checkpoint: the weights of {_all_of(steps)} are gone"
     return (
         f"weights  the newest checkpoint that is left, after step {newest} of {steps}, is in "
-        f"{folder}; "
-        f"`siirl-dask export {folder} FOLDER` writes its model, and run.url={folder} goes on with "
-        "it"
+        f"{folder}; `siirl-dask export {folder} FOLDER` writes its model, and run.url={folder} "
+        "goes on with it"
     )
 
 

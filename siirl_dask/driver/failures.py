@@ -27,9 +27,8 @@ from siirl_dask.errors import (
 FAILURES = ("error", "lost", "silent", "unsaved", "unstored")
 """Kinds of events that end a run."""
 _GRACE = 2.0  # seconds after a first failure in which its cause may still arrive
-_GRACE_AFTER_SILENCE = (
-    0.5  # the same after a peer was silent: the cause had more time than that already
-)
+# the same after a peer was silent: the cause had more time than that already
+_GRACE_AFTER_SILENCE = 0.5
 
 
 def failure_of(
@@ -53,8 +52,7 @@ def failure_of(
                 )
             lost = WorkerLost(
                 f"{left}killed, ran out of memory or lost its connection; parts that were written "
-                "are complete"
-                f"{_memory(event.get('memory'))}"
+                f"are complete{_memory(event.get('memory'))}"
             )
             lost.silence = event["silence"]
             lost.origin = Origin(worker=event["member"], iteration=position)

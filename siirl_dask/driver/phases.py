@@ -231,8 +231,7 @@ def validation_of(config: Config, dag: DAG, validation: DAG | None) -> DAG | Non
     except PlanError as error:
         raise ConfigError(
             f"validation.url is set, and no validation goes with this training DAG: {error}; give "
-            "validation_nodes, or "
-            "leave validation.url out"
+            "validation_nodes, or leave validation.url out"
         ) from error
 
 
@@ -348,9 +347,8 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
     if config.algorithm.kl_coefficient > 0 and REFERENCE_LOGPROBS not in written:
         raise ConfigError(
             f"algorithm.kl_coefficient={config.algorithm.kl_coefficient} needs "
-            f"{REFERENCE_LOGPROBS!r}, which no node "
-            "of the DAG writes: add a node that runs siirl_dask.nodes:reference_logprobs, or set "
-            "it to 0"
+            f"{REFERENCE_LOGPROBS!r}, which no node of the DAG writes: add a node that runs "
+            "siirl_dask.nodes:reference_logprobs, or set it to 0"
         )
     ahead = config.rollout.steps_ahead
     lags = {node.name: node.lag for node in dag.nodes if node.lag}

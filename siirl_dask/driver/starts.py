@@ -1,14 +1,13 @@
 """Begins a run with the weights of another run, or with its adapters.
 
-That is ``model.path=RUN[@STEP]``, in the configuration or in a role, or
-``trainer.lora.path=RUN[@STEP]``.
+That is ``model.path=RUN[@STEP]``, in the configuration or in a role, or ``trainer.lora.path=RUN[@STEP]``.
 
     <run.url>/start/4f0e6a52c1d3-step000040/             digest of the other run's URL, and the step of its checkpoint
                     4f0e6a52c1d3-step000040-adapters/    the same, adapters alone
 
-The policy of that checkpoint is written there once, in float32, as ``siirl-dask export`` writes it,
-and the run names the folder as its model from then on. So a run that stopped goes on, and is
-evaluated and exported, without the other one, which may have trained on, or be gone.
+The policy of that checkpoint is written there once, in float32, as ``siirl-dask export`` writes it, and the run names
+the folder as its model from then on. So a run that stopped goes on, and is evaluated and exported, without the other
+one, which may have trained on, or be gone.
 """
 
 from __future__ import annotations
@@ -172,8 +171,7 @@ def find_starts(config: Config, dags: Iterable[DAG | None], *, fresh: bool = Fal
         if bare(role.build) in _NOT_POLICIES and model.path in models:
             raise ConfigError(
                 f"role {role.name!r}: its model.path={model.path!r} is a run, and the policy of a "
-                "run is neither a "
-                "reward model nor an encoder; expected a Hugging Face folder"
+                "run is neither a reward model nor an encoder; expected a Hugging Face folder"
             )
     return Starts((*models.values(), *adapters.values()))
 
@@ -240,9 +238,8 @@ def _find(path: str, run_url: str, written: Sequence[str], *, adapters: bool) ->
         if not is_run(matched[1]):
             raise ConfigError(
                 f"{key}: no run is at {matched[1]!r}, and no {'adapters' if adapters else 'model'} "
-                f"at {path!r}; "
-                "expected RUN or RUN@STEP with the folder or URL of a run, which has a "
-                "config.yaml, or a folder of them"
+                f"at {path!r}; expected RUN or RUN@STEP with the folder or URL of a run, which has "
+                "a config.yaml, or a folder of them"
             )
         return _begin(path, matched[1], int(matched[2]), run_url, adapters=adapters)
 

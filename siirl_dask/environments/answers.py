@@ -302,8 +302,7 @@ def _canonical(state: object) -> object:
         return _canonical(tolist())
     raise WrongAnswer(
         f"gave the state {without_addresses(f'{state!r:.200}')}: expected texts, numbers, and "
-        "tuples, lists, sets or "
-        "mappings of these"
+        "tuples, lists, sets or mappings of these"
     )
 
 

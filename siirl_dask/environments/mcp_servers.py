@@ -56,8 +56,7 @@ def check_installed(servers: Mapping[str, str]) -> None:
     except ImportError as error:
         raise ConfigError(
             f"environments.mcp_servers names {sorted(servers)}, and the package mcp is not "
-            "installed: "
-            "pip install 'siirl_dask[mcp]'"
+            "installed: pip install 'siirl_dask[mcp]'"
         ) from error
 
 

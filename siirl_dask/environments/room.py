@@ -140,6 +140,5 @@ def refuse_blocking(name: str, shape: EnvironmentFunctions) -> None:
     if blocking := [function for function, call in shape.calls.items() if not is_async(call)]:
         raise UnknownShape(
             f"{name}.{blocking[0]} is not async: environments.timeout needs environments.processes "
-            "of at least 1, "
-            "since a function in the worker itself cannot be stopped"
+            "of at least 1, since a function in the worker itself cannot be stopped"
         )

@@ -35,9 +35,8 @@ from siirl_dask.errors import ConfigError
 logger = logging.getLogger("siirl_dask.environments")
 
 PATIENCE = 5.0  # seconds for calls under way, and for close(), when a session is left
-_LEAST = (
-    64  # bytes of a result for which no room is left: what the word takes that says that it was cut
-)
+# bytes of a result for which no room is left: what the word takes that says that it was cut
+_LEAST = 64
 
 
 class Tally:

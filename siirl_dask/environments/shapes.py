@@ -1,13 +1,11 @@
-"""Recognises what kind of object an environment is by its methods, without importing anybody's
-library.
+"""Recognises what kind of object an environment is by its methods, without importing anybody's library.
 
     its own            reset(row, seed), step(text)
     tools with state   reset(**row) -> str | None, and documented methods: TRL's ``environment_factory``
     gymnasium          reset(seed=, options=) -> (observation, info), step(action) -> five values
     skyrl-gym          init(prompt) -> (messages, info), step(text) -> a dict
 
-Beside them each may have ``close()``, ``get_reward()`` and ``tools``, the names of its methods that
-are tools.
+Beside them each may have ``close()``, ``get_reward()`` and ``tools``, the names of its methods that are tools.
 """
 
 from __future__ import annotations

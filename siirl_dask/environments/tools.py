@@ -72,8 +72,7 @@ def schema_of(function: Callable[..., Any]) -> Schema:
     ) as error:  # transformers raises exceptions of its own, which have no common base
         raise ConfigError(
             f"the tool {name!r} has no schema: {error}; expected types on all arguments and a "
-            "docstring with a line "
-            "for each under 'Args:'"
+            "docstring with a line for each under 'Args:'"
         ) from error
     parameters = schema["function"]["parameters"]
     for known in bound:

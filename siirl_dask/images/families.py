@@ -53,8 +53,7 @@ def family_of(config: Mapping[str, Any], path: str) -> ImageFamily:
     if "vision_config" not in config:
         raise ConfigError(
             f"model.path={path!r} is a {kind!r}, which sees no images, and images.column is set: "
-            "expected a model of "
-            f"{known}, or images.column=null"
+            f"expected a model of {known}, or images.column=null"
         )
     raise ConfigError(
         f"model.path={path!r} is a {kind!r}: of models that see images expected one of {known}"

@@ -142,8 +142,7 @@ class ImageProcessor:
         if wanted != len(images):
             raise ImageError(
                 f"the prompt has {_counted(wanted, 'place')} for images and "
-                f"{_counted(len(images), 'image')}: expected "
-                "as many"
+                f"{_counted(len(images), 'image')}: expected as many"
             )
         if len(images) > self.settings.most:
             raise ImageError(
@@ -273,8 +272,7 @@ def _limits(size: Any, settings: ImagesConfig) -> tuple[int, int]:
     if least > most:
         raise ConfigError(
             f"images.min_pixels={settings.min_pixels} and images.max_pixels={settings.max_pixels} "
-            f"give {least} to "
-            f"{most} pixels with what the model's folder says: expected a range"
+            f"give {least} to {most} pixels with what the model's folder says: expected a range"
         )
     return least, most
 
@@ -294,6 +292,5 @@ def _check_patches(processor: Any, vision: Mapping[str, Any], subject: str) -> N
         if isinstance(there, int) and there != here:
             raise ConfigError(
                 f"{subject}: its config.json has {name}={there}, and its preprocessor_config.json "
-                f"{own}={here}: the "
-                "folder holds files of two models"
+                f"{own}={here}: the folder holds files of two models"
             )

@@ -63,8 +63,7 @@ def _entry(entry: object) -> list[dict[str, Any]]:
         if own := [key for key in _OWN if key in kept]:
             raise ImageError(
                 f"a message's content has an image of its own, under {own[0]!r}: expected {{type: "
-                f"image}} alone, and "
-                "the images in the column that images.column names"
+                f"image}} alone, and the images in the column that images.column names"
             )
         return [{"type": "image"}]
     raise ImageError(

@@ -63,8 +63,7 @@ def check_adapter_folder(lora: LoraConfig, base: str, expected: Shapes | None) -
         if config.get(key) != wanted:
             raise ConfigError(
                 f"{subject}: its adapters have {key}={config.get(key)!r}, and trainer.lora.{name} "
-                f"is {wanted}; give "
-                "the same"
+                f"is {wanted}; give the same"
             )
     unknown = [f"{name}={config[name]!r}" for name in _UNKNOWN_OPTIONS if config.get(name)]
     if config.get("bias", "none") != "none":
@@ -153,8 +152,7 @@ def _read_config(lora: LoraConfig) -> dict[str, Any]:
         if missing := [name for name in (CONFIG, WEIGHTS) if name not in names]:
             raise ConfigError(
                 f"{subject}: there is no {missing[0]}; expected a folder as peft or `siirl-dask "
-                "export --adapter` "
-                "writes it, or RUN or RUN@STEP of a run with adapters"
+                "export --adapter` writes it, or RUN or RUN@STEP of a run with adapters"
             )
         with fs.open(f"{folder}/{CONFIG}", "rb") as file:
             text = file.read(_LARGEST_CONFIG + 1)

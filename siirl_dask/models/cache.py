@@ -39,9 +39,8 @@ from siirl_dask.models.remote import (
 FOLDER = "SIIRL_DASK_CACHE"
 """Environment variable with the folder of the cache; by default ``siirl_dask`` in the user's own
 cache."""
-_STREAMS = (
-    8  # ranges of a file read at once: one stream of an object store is slower than a network link
-)
+# ranges of a file read at once: one stream of an object store is slower than a network link
+_STREAMS = 8
 _RANGE = 2**24  # bytes of each
 Progress = Callable[[int], None]
 """Called with the number of bytes that came."""

@@ -44,8 +44,7 @@ class FollowingFrequencies:
         """Return the beginning of a sentence on the model that has them."""
         return (
             f"model.path={model.path!r}: its rotary frequencies (rope_type {self.kind!r}) follow "
-            "the longest row of a "
-            f"pass where that has more than {self.limit} tokens"
+            f"the longest row of a pass where that has more than {self.limit} tokens"
         )
 
 
@@ -69,10 +68,9 @@ def check_longest_row(model: ModelConfig, longest: int) -> None:
         if longest > model.longest_row:
             raise ConfigError(
                 f"{subject}; they are pinned for model.longest_row={model.longest_row}, and "
-                "data.max_prompt_length + "
-                f"rollout.max_response_length is {longest}: expected at most model.longest_row. A "
-                "larger one gives "
-                "other frequencies, so a model that was trained with this one becomes another model"
+                f"data.max_prompt_length + rollout.max_response_length is {longest}: expected at "
+                "most model.longest_row. A larger one gives other frequencies, so a model that "
+                "was trained with this one becomes another model"
             )
 
 
@@ -100,8 +98,7 @@ def check_frequencies_are_pinned(model: ModelConfig) -> None:
             continue
         raise ConfigError(
             f"{subject}; {why}. model.longest_row (data.max_prompt_length + "
-            f"rollout.max_response_length) is {longest}: "
-            f"expected at most {found.limit}"
+            f"rollout.max_response_length) is {longest}: expected at most {found.limit}"
         )
 
 

@@ -149,8 +149,7 @@ def find_model(url: str) -> RemoteModel:
         there = ", ".join(names[:8]) or "nothing"
         raise ConfigError(
             f"model {url!r}: there is no {_NEEDED} (there is: {there}); expected a folder that "
-            "transformers loads"
-            f"{_nearest(url) if not names else ''}"
+            f"transformers loads{_nearest(url) if not names else ''}"
         )
     return model
 

@@ -66,9 +66,8 @@ def _pin(module: Any, kind: str, layer_type: str | None, subject: str) -> None:
     """
     refused = ConfigError(
         f"{subject} ({type(module).__name__}) has rotary frequencies (rope_type {kind!r}) that "
-        "follow the longest row "
-        "of a pass and cannot be pinned; take rows within the model's original context, prompt and "
-        "response"
+        "follow the longest row of a pass and cannot be pinned; take rows within the model's "
+        "original context, prompt and response"
     )
     prefix = "" if layer_type is None else f"{layer_type}_"
     before = getattr(module, f"{prefix}inv_freq", None)

@@ -51,16 +51,14 @@ def read_routing(path: str) -> Routing | None:
     if (family := config.get("model_type")) != _FAMILY:
         raise ConfigError(
             f"rollout.router_replay=true: model.path={path!r} is a {family}, and routes are "
-            "replayed of mixtures of "
-            f"experts of the kind {_FAMILY} alone; leave it out"
+            f"replayed of mixtures of experts of the kind {_FAMILY} alone; leave it out"
         )
     routing = understood(path, config, _routing)
     if not routing.layers or routing.experts > NO_EXPERT:
         raise ConfigError(
             f"rollout.router_replay=true: model.path={path!r} has {len(routing.layers)} layers of "
-            f"{routing.experts} "
-            f"experts; expected at least one, of at most {NO_EXPERT} experts: a route is a byte; "
-            "leave it out"
+            f"{routing.experts} experts; expected at least one, of at most {NO_EXPERT} experts: a "
+            "route is a byte; leave it out"
         )
     return routing
 
@@ -99,8 +97,7 @@ def routers(model: PreTrainedModel, routing: Routing) -> list[tuple[nn.Module, n
         if len(own) != 1:
             raise ConfigError(
                 f"rollout.router_replay=true: layer {at} of {type(model).__name__} has {len(own)} "
-                "routers, expected "
-                "one; leave it out"
+                "routers, expected one; leave it out"
             )
         found.append((layers[at], own[0]))
     return found

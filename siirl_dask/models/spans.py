@@ -24,9 +24,8 @@ _WINDOWS = (
 )
 """Names in configs of the tokens that a layer sees, or computes at a time."""
 _LONG = 70  # more than the 64 tokens of a chunk of linear attention
-_MOST_IN_WINDOW = (
-    256  # of which a longer row is tried: all windows take the same code, and long rows take time
-)
+# of which a longer row is tried: all windows take the same code, and long rows take time
+_MOST_IN_WINDOW = 256
 EAGER = "eager"
 """Name of the attention of transformers that has all that a family needs, and takes a matrix of
 scores for it."""

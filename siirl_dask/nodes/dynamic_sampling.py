@@ -66,8 +66,7 @@ def _check_samples(*, rollout: RolloutConfig, **options: object) -> None:
     if rollout.n == 1:
         raise ConfigError(
             "rollout.n=1: no prompt has samples whose rewards differ, so that all of them would be "
-            "left out; expected "
-            "rollout.n of at least 2"
+            "left out; expected rollout.n of at least 2"
         )
 
 

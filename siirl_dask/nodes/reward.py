@@ -116,8 +116,7 @@ def _check_failures(
         answer = f"{row[ANSWER]!r:.{_MAX_SHOWN}}"
         message = (
             f"reward {scorer.name} {scores[index].failure}: row {row[ROW_ID]} of step {ctx.step}, "
-            f"prompt {prompt}, "
-            f"response {response}, answer {answer}"
+            f"prompt {prompt}, response {response}, answer {answer}"
         )
         return message, row[ROW_ID]
 

@@ -66,10 +66,9 @@ def _routes(sample: Sampled, tokens: int, routing: Routing) -> np.typing.NDArray
     if len(routes) != tokens * routing.width or (len(routes) and routes.max() >= routing.experts):
         raise PeerError(
             f"worker {sample.worker!r} sent routes of {len(routes)} bytes, up to expert "
-            f"{max(routes, default=None)}: "
-            f"expected {routing.width} for each of {counted(tokens, 'token')}, of "
-            f"{routing.experts} experts; does it "
-            "sample with the same model and rollout.router_replay?"
+            f"{max(routes, default=None)}: expected {routing.width} for each of "
+            f"{counted(tokens, 'token')}, of {routing.experts} experts; does it sample with the "
+            "same model and rollout.router_replay?"
         )
     return routes
 
@@ -99,8 +98,7 @@ def packed_routes(table: pa.Table) -> Tensor | None:
         row = int(wrong[0])
         raise DataError(
             f"row {table[ROW_ID][row].as_py()} has {int(experts[row])} {ROUTED_EXPERTS} for the "
-            f"{int(tokens[row])} "
-            f"tokens before its last: expected {width} each, as in other rows"
+            f"{int(tokens[row])} tokens before its last: expected {width} each, as in other rows"
         )
     routes = torch.full((int(token_offsets[-1]), width), -1, dtype=torch.int16)
     has_route = torch.ones(len(routes), dtype=torch.bool)

@@ -241,8 +241,7 @@ def _load(ctx: Context, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig 
     if not isinstance(engine, TakesAdapters):
         raise TypeError(
             f"{type(engine).__name__} has no load_adapters: leave lora out of the options of "
-            "publish_weights and "
-            "load_weights, so that it gets weights with the adapters merged in"
+            "publish_weights and load_weights, so that it gets weights with the adapters merged in"
         )
     engine.load_adapters(tensors, lora.alpha / lora.rank, ctx.step)
 

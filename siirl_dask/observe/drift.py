@@ -144,8 +144,7 @@ def _slower(series: _Series) -> str:
     last = series.last[-1][0]
     return (
         f"a step takes {series.now:.2f} s, {series.now / series.level:.1f} times as long as at "
-        "first: `siirl-dask "
-        f"trace RUN --steps {first}:{last}` says where the time goes"
+        f"first: `siirl-dask trace RUN --steps {first}:{last}` says where the time goes"
     )
 
 
@@ -190,10 +189,9 @@ def _mismatched(series: _Series) -> str:
     if series.latest >= DISAGREE:
         return (
             f"sampler and trainer do not compute the same model: {KL} is {series.latest:.2g} a "
-            "token, where rounding "
-            "makes less than 0.01; unless rows are of weights that are steps old, take "
-            "rollout.engine=transformers and "
-            "report the model's family; `siirl-dask rollouts RUN --mismatch` shows where"
+            "token, where rounding makes less than 0.01; unless rows are of weights that are "
+            "steps old, take rollout.engine=transformers and report the model's family; "
+            "`siirl-dask rollouts RUN --mismatch` shows where"
         )
     if not series.ready or series.now < max(MISMATCH * series.level, LEAST_MISMATCH):
         return ""

@@ -159,8 +159,7 @@ def _check_draws(order: tuple[Node, ...]) -> None:
         if node.contract.draws and entries != [node.name]:
             raise PlanError(
                 f"{node.label} draws more prompts than a step has, so it must be the only node "
-                "without parents "
-                f"(there are: {entries})"
+                f"without parents (there are: {entries})"
             )
 
 
@@ -206,8 +205,7 @@ def _joined_columns(
             ):
                 raise PlanError(
                     f"{node.label} joins two columns {name!r}, one from {other.writer!r} and one "
-                    "from "
-                    f"{column.writer!r}: give one of them another name"
+                    f"from {column.writer!r}: give one of them another name"
                 )
     return joined
 

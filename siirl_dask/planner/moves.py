@@ -175,15 +175,13 @@ def _check_lag(node: Node, inputs: Sequence[Input], edges: Sequence[Edge]) -> No
     if staying:
         raise PlanError(
             f"{node.label} is {steps_behind(node.lag)} and {staying[0]!r} does not leave its "
-            "workers: expected its "
-            "parents on other workers than its own (cluster.placement), or lag=0 "
-            "(rollout.max_staleness)"
+            "workers: expected its parents on other workers than its own (cluster.placement), or "
+            "lag=0 (rollout.max_staleness)"
         )
     if node.stored_as:
         raise PlanError(
             f"{node.label} is {steps_behind(node.lag)} and saves {node.stored_as!r}: save the "
-            "output of a node before "
-            "it (save_as, stage)"
+            "output of a node before it (save_as, stage)"
         )
 
 

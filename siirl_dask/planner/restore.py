@@ -199,8 +199,7 @@ def _saving(dag: DAG, first: Node) -> Node:
     tables = {node.name: node.save_as for node in dag.nodes if node.save_as}
     raise PlanError(
         f"no rows are saved at node {first.name!r} or after it: name a node that is before one of "
-        "those which save "
-        f"rows, or is one of them ({tables})"
+        f"those which save rows, or is one of them ({tables})"
     )
 
 
@@ -260,8 +259,7 @@ def _check_stored(
         if name not in held.outputs or held.produced[name].writer != column.writer:
             raise PlanError(
                 f"node {node.name!r} takes {name!r} as {column.writer!r} makes it, which table "
-                f"{saved.stored_as!r} of "
-                f"node {saved.name!r} does not hold"
+                f"{saved.stored_as!r} of node {saved.name!r} does not hold"
             )
     if any(parent in skipped for parent in node.after) and stage.rows != held.rows_out:
         raise PlanError(f"node {node.name!r} takes other rows than table {saved.stored_as!r} holds")

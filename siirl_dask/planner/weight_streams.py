@@ -101,9 +101,8 @@ def why_no_broadcast(
     if taker.lag and streams.get(giver.name) != taker.name and _fit(giver, taker):
         return (
             f"node {taker.name!r} is {steps_behind(taker.lag)} (rollout.max_staleness), and its "
-            "workers also wait for "
-            f"those of role {giver.role!r} elsewhere: give them no role in common "
-            "(cluster.placement)"
+            f"workers also wait for those of role {giver.role!r} elsewhere: give them no role in "
+            "common (cluster.placement)"
         )
     if streams.get(giver.name) != taker.name or not {PARAMETER_DTYPE, PARAMETER_SHAPE} <= set(
         source.outputs

@@ -178,8 +178,7 @@ def with_reference(dag: DAG, config: Config, function: Function | None = None) -
         if function is not None:
             raise ConfigError(
                 f"reference={function.__name__} with algorithm.kl_coefficient=0: no term of the "
-                "loss needs a "
-                "reference; give it a weight, or leave the argument out"
+                "loss needs a reference; give it a weight, or leave the argument out"
             )
         return dag
     reference = Node(

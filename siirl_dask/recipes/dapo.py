@@ -2,9 +2,8 @@
 
     python -m siirl_dask.recipes.dapo configs/quickstart_dapo.yaml algorithm.loss_options.clip_high=0.3
 
-The clip bounds and the aggregation are values of the configuration; the penalty and dynamic
-sampling are nodes of the DAG. Dynamic sampling replaces a prompt whose samples all get the same
-reward, in further rounds of generation.
+The clip bounds and the aggregation are values of the configuration; the penalty and dynamic sampling are nodes of the
+DAG. Dynamic sampling replaces a prompt whose samples all get the same reward, in further rounds of generation.
 """
 
 from __future__ import annotations

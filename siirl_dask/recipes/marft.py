@@ -94,14 +94,12 @@ def _check(config: Config) -> None:
         if (agent.algorithm.advantage, agent.algorithm.advantage_options) != team:
             raise ConfigError(
                 f"agents.{name}.algorithm.advantage={agent.algorithm.advantage}: the agents of "
-                "MARFT have one "
-                f"advantage; set algorithm.advantage, which is {team[0]}"
+                f"MARFT have one advantage; set algorithm.advantage, which is {team[0]}"
             )
         if place and agent.rollout.n > 1:
             raise ConfigError(
                 f"agents.{name}.rollout.n={agent.rollout.n}: MARFT takes the agents of an episode "
-                "for one sequence, in "
-                "which each turn is answered once; leave it at 1"
+                "for one sequence, in which each turn is answered once; leave it at 1"
             )
 
 

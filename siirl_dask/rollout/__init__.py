@@ -110,9 +110,8 @@ def build_engine(
         if not isinstance(built, AdaptableEngine):
             raise ConfigError(
                 f"rollout.engine={rollout.engine}: the agents {list(base)} are over one base, and "
-                "this engine has no "
-                "fit_adapters and use_adapters (AdaptableEngine); take another engine, or leave "
-                "out base"
+                "this engine has no fit_adapters and use_adapters (AdaptableEngine); take another "
+                "engine, or leave out base"
             )
         return SharedEngine(built)
 
@@ -141,6 +140,5 @@ def _check_stop_tokens(model: ModelConfig, rollout: RolloutConfig) -> None:
     if unknown := [token for token in rollout.stop_token_ids if token >= vocabulary]:
         raise ConfigError(
             f"rollout.stop_token_ids={rollout.stop_token_ids}: the model in {model.path!r} has "
-            f"{vocabulary} tokens and "
-            f"no {unknown[0]}"
+            f"{vocabulary} tokens and no {unknown[0]}"
         )

@@ -82,9 +82,8 @@ class BaseWeights:
         if lacking := sorted(adapters.keys() - self._files.keys()):
             raise ConfigError(
                 f"model.path={self._path!r}: its *.safetensors lack {lacking[:3]}, which adapters "
-                "are to be merged "
-                "into; leave lora out of the options of publish_weights and load_weights, so that "
-                "all weights travel"
+                "are to be merged into; leave lora out of the options of publish_weights and "
+                "load_weights, so that all weights travel"
             )
 
         files = self._files

@@ -60,8 +60,7 @@ def places_of(request: GenerationRequest, processor: ImageProcessor) -> list[ran
     if (there := given.count(processor.image_token)) != sum(counts):
         raise DataError(
             f"a prompt keeps {there} places for tokens of images, and its {len(counts)} images "
-            f"have {sum(counts)}: "
-            "expected as many; nodes that sample need the column images"
+            f"have {sum(counts)}: expected as many; nodes that sample need the column images"
         )
     return places
 
@@ -78,8 +77,7 @@ def _checked_places(
     if (there := list(prompt[:first]).count(processor.image_token)) != shown:
         raise DataError(
             f"a prompt keeps {there} places for tokens of images, and its images have {shown}: "
-            "expected as many; nodes "
-            "that play need the column images"
+            "expected as many; nodes that play need the column images"
         )
     return places
 

@@ -75,8 +75,7 @@ def check_generate(model: PreTrainedModel, path: str) -> None:
     if error > rounding(expected, model.dtype):
         raise ConfigError(
             f"model.path={path!r}: transformers' generate gives {type(model).__name__} log-probs "
-            "that are off by "
-            f"{error:.2g} in a batch of prompts of unequal lengths; take "
+            f"that are off by {error:.2g} in a batch of prompts of unequal lengths; take "
             f"{alternatives('transformers', lambda able: Sampler.exact in able.samplers)}, or "
             "another model"
         )

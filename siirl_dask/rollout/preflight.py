@@ -89,8 +89,7 @@ def _check_abilities(spec: EngineSpec, role: EngineRole) -> None:
     for key, (reason, ability) in asked.items():
         raise ConfigError(
             f"{key}: the engine of rollout.engine={rollout.engine} {reason} "
-            f"(EngineSpec.abilities.{ability}); leave it "
-            "out, or take another engine"
+            f"(EngineSpec.abilities.{ability}); leave it out, or take another engine"
         )
 
 

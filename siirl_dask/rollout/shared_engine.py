@@ -119,8 +119,7 @@ class AgentEngine:
         """Refuse weights by TypeError: they would be those of all agents."""
         raise TypeError(
             "an engine whose base several agents have in common takes adapters alone: give "
-            "publish_weights and "
-            "load_weights the option lora"
+            "publish_weights and load_weights the option lora"
         )
 
     def load_adapters(

@@ -121,8 +121,7 @@ class HuggingFaceTokenizer:
         own = "the tokenizer's own special tokens"
         return (
             f"model.add_special_tokens={str(self._add_special_tokens).lower()}: prompts that are "
-            f"texts {verb} {own}, "
-            f"{' and '.join(shown)} each"
+            f"texts {verb} {own}, {' and '.join(shown)} each"
         )
 
     def _around(self) -> tuple[list[int], list[int]]:
@@ -217,8 +216,7 @@ class HuggingFaceTokenizer:
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 f"model.path={self._path!r}: its tokenizer has no chat template, and a prompt is a "
-                "list of messages; "
-                "expected a chat model, or prompts that are strings"
+                "list of messages; expected a chat model, or prompts that are strings"
             )
         answered = [_ends_with_answer(chat) for chat in chats]
         if any(answered) and not continue_answer:
@@ -257,8 +255,7 @@ class HuggingFaceTokenizer:
             if name not in words:
                 raise ConfigError(
                     f"model.template={self._template}: the chat template of {self._path!r} does "
-                    "not read "
-                    f"{name!r}{did_you_mean(name, words)}; leave it out"
+                    f"not read {name!r}{did_you_mean(name, words)}; leave it out"
                 )
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:

@@ -1,15 +1,12 @@
-"""One start of a run at a time: each start takes the run's folder as an attempt, and fences those
-before it.
+"""One start of a run at a time: each start takes the run's folder as an attempt, and fences those before it.
 
     <run.url>/attempts/0003.json    created exclusively: the third start, its host, process, user and time
-                       0003.beat    written anew every few seconds while it lives, and a last time
-                       when it ends
+                       0003.beat    written anew every few seconds while it lives, and a last time when it ends
 
-The start with the highest number has the folder. One that finds a higher number, or whose own file
-is gone or has another start's token, is fenced: it writes and deletes nothing more. The number
-alone would not do: in a folder that was removed or moved, numbers begin again at 1. Whether an
-attempt lives is judged by one clock, that of the start which wants the folder: it watches whether
-the beat changes. Neither the clocks of two hosts nor a store's times are compared.
+The start with the highest number has the folder. One that finds a higher number, or whose own file is gone or has
+another start's token, is fenced: it writes and deletes nothing more. The number alone would not do: in a folder that
+was removed or moved, numbers begin again at 1. Whether an attempt lives is judged by one clock, that of the start which
+wants the folder: it watches whether the beat changes. Neither the clocks of two hosts nor a store's times are compared.
 """
 
 from __future__ import annotations
@@ -123,10 +120,8 @@ class Attempt:
             return None
         return Fenced(
             f"run.url={self.url!r} was taken over by {_read(fs, folder, newest)}: this start, "
-            "attempt "
-            f"{self.number}, gave no sign of life for {self.holder.lease:g} s (run.lease). It ends "
-            "here, it "
-            "commits and deletes nothing more, and what it has committed stays"
+            f"attempt {self.number}, gave no sign of life for {self.holder.lease:g} s (run.lease). "
+            "It ends here, it commits and deletes nothing more, and what it has committed stays"
         )
 
     def _has_own_token(self, fs: AbstractFileSystem, folder: str) -> bool:
@@ -162,8 +157,7 @@ class Attempt:
         moved = "was moved or removed" if now_at is None else f"was moved to {now_at}"
         return FolderGone(
             f"run.url={self.url!r} {moved} under this start, attempt {self.number}: its record "
-            f"{record} {found}. "
-            "It ends here, and commits and deletes nothing more",
+            f"{record} {found}. It ends here, and commits and deletes nothing more",
             now_at,
         )
 
@@ -389,8 +383,7 @@ def _is_over(
         if beat and beat != first:  # it has none when it has just begun, or leaves
             raise RunInProgress(
                 f"run.url={url!r} is being trained, by {holder}, attempt {number}: stop that one "
-                "first, or choose "
-                "another run.name or run.url"
+                "first, or choose another run.name or run.url"
             )
         if _newest(fs, folder) != number:
             return False

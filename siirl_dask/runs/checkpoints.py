@@ -1,15 +1,14 @@
 """A run's checkpoints: where they are stored, which are complete, and which are kept.
 
     <run.url>/checkpoints/step=000010-0003/policy/      the role's tensors: see training/files/checkpoint.py
-                                           state.json   everything that is no tensor: see
-                                           checkpoint_state.py COMMITTED    created last, with all
-                                           digests: see commit_record.py BEGUN        created first:
-                                           it is being written, or was
+                                           state.json   everything that is no tensor: see checkpoint_state.py
+                                           COMMITTED    created last, with all digests: see commit_record.py
+                                           BEGUN        created first: it is being written, or was
 
-Attempt 3 alone writes to a folder that ends with its number. A process of it may live on and write
-there at any time, also after attempt 4 has taken the run over (see attempt.py). So attempt 4 writes
-the same step to a folder of its own, and voids that of attempt 3 before it removes anything there.
-Where two attempts have committed a step, the later one's counts.
+Attempt 3 alone writes to a folder that ends with its number. A process of it may live on and write there at any time,
+also after attempt 4 has taken the run over (see attempt.py). So attempt 4 writes the same step to a folder of its own,
+and voids that of attempt 3 before it removes anything there. Where two attempts have committed a step, the later one's
+counts.
 """
 
 from __future__ import annotations

@@ -112,8 +112,7 @@ def write_folder(
     if role not in roles:
         raise ConfigError(
             f"the checkpoint of step {found.step} of run {run!r} has no role {role!r} (there are: "
-            f"{sorted(roles)})"
-            f"{did_you_mean(role, roles)}"
+            f"{sorted(roles)}){did_you_mean(role, roles)}"
         )
     if ema and not (config.trainer.ema_decay or config.critic.ema_decay):
         raise ConfigError(

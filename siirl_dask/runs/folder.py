@@ -177,10 +177,8 @@ def recorded_config(text: str | bytes, url: str, overrides: Sequence[str] = ()) 
     except ConfigError as error:
         raise ConfigError(
             f"{error}. Another version of siirl_dask wrote this run: its samples and metrics can "
-            "be read, but to "
-            "resume, evaluate or export it takes that version; a run of this version needs another "
-            "run.name or "
-            "run.url, or --fresh, which removes what is there"
+            "be read, but to resume, evaluate or export it takes that version; a run of this "
+            "version needs another run.name or run.url, or --fresh, which removes what is there"
         ) from error
     return load_recorded(text, file, overrides) if overrides else recorded
 

@@ -160,8 +160,7 @@ def _read(url: str, name: str) -> dict[str, Any] | None:
 def _damaged(url: str, name: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"{join(url, name)} is not what a run writes there: {type(error).__name__}: {error}; "
-        "restore it, or remove it: "
-        "the run is then resumed and checked without it"
+        "restore it, or remove it: the run is then resumed and checked without it"
     )
 
 

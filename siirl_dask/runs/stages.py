@@ -1,14 +1,11 @@
-"""Stages: the rows of a step that are stored before the step is done, from which a later start
-replays it.
+"""Stages: the rows of a step that are stored before the step is done, from which a later start replays it.
 
     <run.url>/stages/rollout/step=000007/part-0003-00000.parquet    written by a worker of attempt 3
-                                         _parts-0003.json           created exclusively when all
-                                         parts are written
-              rollouts/step=000007/...                              the same, and the stage before
-              it goes
+                                         _parts-0003.json           created exclusively when all parts are written
+              rollouts/step=000007/...                              the same, and the stage before it goes
 
-The record says which run's rows these are (``RunIdentity.digest``), what the step had logged by
-then, whether a step can go on from this table, and which stages it does not need any more.
+The record says which run's rows these are (``RunIdentity.digest``), what the step had logged by then, whether a step
+can go on from this table, and which stages it does not need any more.
 """
 
 from __future__ import annotations

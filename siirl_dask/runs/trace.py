@@ -237,8 +237,7 @@ def _asked(
     if (total := sum(sizes[step] for step in chosen)) > most_bytes and len(chosen) > 1:
         raise DataError(
             f"the trace of {in_words(steps)} has {total:,} bytes, more than the {most_bytes:,} "
-            "that are read at once: "
-            "ask for fewer steps"
+            "that are read at once: ask for fewer steps"
         )
     return chosen
 

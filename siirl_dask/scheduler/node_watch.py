@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from siirl_dask.worker.monitoring.task_progress import NODE, Reading
 
-_REPORTED_FROM = (
-    0.5  # of the timeout: a worker that has been silent for that long may be the cause as well
-)
+# of the timeout: a worker that has been silent for that long may be the cause as well
+_REPORTED_FROM = 0.5
 
 
 @dataclass(frozen=True, slots=True)

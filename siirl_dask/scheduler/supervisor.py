@@ -30,12 +30,10 @@ if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
 logger = logging.getLogger("siirl_dask.scheduler")
-_BYTES_ACKED = (
-    120  # offset in struct tcp_info of tcpi_bytes_acked; tcpi_bytes_received follows (linux/tcp.h)
-)
-_TRAFFIC_EVERY_MS = (
-    250.0  # between two counts: a connection that closes loses what it carried since the last one
-)
+# offset in struct tcp_info of tcpi_bytes_acked; tcpi_bytes_received follows (linux/tcp.h)
+_BYTES_ACKED = 120
+# between two counts: a connection that closes loses what it carried since the last one
+_TRAFFIC_EVERY_MS = 250.0
 # counted in that time; more make the interval longer: 1,024 workers' took 5 % of the scheduler
 _CONNECTIONS = 100
 _TICKS = 20  # within the patience for the driver, or the time between two reports of progress to it

@@ -1,13 +1,11 @@
-"""Builds a task for two agents on the spot: one splits six digits into halves, the other, who sees
-no more, sorts them.
+"""Builds a task for two agents on the spot: one splits six digits into halves, the other, who sees no more, sorts them.
 
-    Split: 5 2 9 1 4 7 =  ->   2 1 4 | 5 9 7          the low and the high half, as they stand: the
-        first agent
+    Split: 5 2 9 1 4 7 =  ->   2 1 4 | 5 9 7          the low and the high half, as they stand: the first agent
     Sort: 2 1 4 | 5 9 7 =  ->   1 2 4 5 7 9           the second agent
 
-Each has a tiny model of its own, trained on demonstrations until it samples the right line four
-times in ten. The reward is joint: 1 where the last line is right. (Judged by greedy answers, a
-model as good samples the right line one time in fifty, and two of those never meet.)
+Each has a tiny model of its own, trained on demonstrations until it samples the right line four times in ten. The
+reward is joint: 1 where the last line is right. (Judged by greedy answers, a model as good samples the right line one
+time in fifty, and two of those never meet.)
 """
 
 from __future__ import annotations

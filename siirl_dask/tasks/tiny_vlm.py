@@ -36,14 +36,9 @@ _END = "<|vision_end|>"
 _IMAGE = "<|image_pad|>"
 _VIDEO = "<|video_pad|>"
 VLM_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ': ' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}"
-    + _START
-    + _IMAGE
-    + _END
-    + "{% else %}{{ part['text'] }}{% endif %}"
+    "{% for message in messages %}{{ message['role'] + ': ' }}{% if message['content'] is string "
+    "%}{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == "
+    "'image' %}" + _START + _IMAGE + _END + "{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )

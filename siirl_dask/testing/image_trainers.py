@@ -1,12 +1,11 @@
 """Conformance tests of a Trainer of models that see images, to inherit.
 
     class TestMyTrainer(ImageTrainerTests):
-        @classmethod def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float,
-        rank: Rank) -> Trainer:
+        @classmethod
+        def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
             return MyTrainer(folder, config, temperature, rank)
 
-Trainers are built to see images, as ``image_rows.READ`` says. ``folder`` is a tiny random model in
-float32.
+Trainers are built to see images, as ``image_rows.READ`` says. ``folder`` is a tiny random model in float32.
 """
 
 from __future__ import annotations

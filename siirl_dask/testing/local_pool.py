@@ -268,9 +268,8 @@ async def _cancel_the_rest() -> None:
     await asyncio.gather(*rest, return_exceptions=True)
 
 
-_TIMEOUT = (
-    4.0  # seconds for which a collective under way keeps its group alive after a worker failed
-)
+# seconds for which a collective under way keeps its group alive after a worker failed
+_TIMEOUT = 4.0
 
 
 def broadcasts(

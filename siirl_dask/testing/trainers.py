@@ -1,8 +1,8 @@
 """Conformance tests of a Trainer, to inherit.
 
     class TestMyTrainer(TrainerTests):
-        @classmethod def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float,
-        rank: Rank) -> Trainer:
+        @classmethod
+        def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
             return MyTrainer(folder, config, temperature, rank)
 
 pytest collects the inherited tests; ``folder`` is a tiny random model in float32.

@@ -125,8 +125,7 @@ class ImageInputs:
             if bool((rows.tokens[in_prompt] == self.image_token).any()):
                 raise ValueError(
                     "prompts have places for images, and the rows have no images: a node that "
-                    "computes with a model "
-                    "reads the column 'images' where there is one"
+                    "computes with a model reads the column 'images' where there is one"
                 )
 
     def layout(

@@ -40,8 +40,7 @@ def _check_read(trainer: TrainerConfig, spec: TrainerSpec) -> None:
         ):
             raise ConfigError(
                 f"{option}={value!r} with trainer.backend={trainer.backend}: {spec.name} does not "
-                "read it (it reads: "
-                f"{', '.join(sorted(spec.reads))}); leave it out"
+                f"read it (it reads: {', '.join(sorted(spec.reads))}); leave it out"
             )
 
 
@@ -83,8 +82,7 @@ def check_liger(trainer: TrainerConfig, config: Config) -> None:
         if not traits_of(visible_devices().kind).runs_triton:
             raise ConfigError(
                 "trainer.liger=true: Liger's kernels need a GPU, and torch sees none on this "
-                "machine: leave it out "
-                "(to plan for GPUs, say cluster.device_memory=80GB)"
+                "machine: leave it out (to plan for GPUs, say cluster.device_memory=80GB)"
             )
 
 
@@ -132,8 +130,7 @@ def check_replay(trainer: TrainerConfig, rollout: RolloutConfig) -> None:
     if rollout.router_replay and not trainer_spec(trainer.backend).replays_routes:
         raise ConfigError(
             f"rollout.router_replay=true with trainer.backend={trainer.backend}: it replays no "
-            "routes; leave one of "
-            "them out"
+            "routes; leave one of them out"
         )
     sequence = trainer.fsdp.sequence_parallel
     refused = {
@@ -178,8 +175,7 @@ def check_all_attend(path: str, size: int, option: str) -> None:
     if padded is not None:
         raise ConfigError(
             f"trainer.fsdp.{option}={size}: the rows of {path!r} are computed with padding "
-            f"({padded}) and are not "
-            "divided; leave it out"
+            f"({padded}) and are not divided; leave it out"
         )
     config = read_config(path) or {}
     kinds = config.get("text_config", config).get("layer_types") or []
@@ -193,8 +189,7 @@ def check_all_attend(path: str, size: int, option: str) -> None:
     if others:
         raise ConfigError(
             f"trainer.fsdp.{option}={size}: {path!r} has layers of the kind {', '.join(others)}, "
-            "which carry a state "
-            "along a row and are not divided; leave it out"
+            "which carry a state along a row and are not divided; leave it out"
         )
 
 

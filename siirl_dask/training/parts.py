@@ -13,9 +13,8 @@ from siirl_dask.models.architecture import read_config
 from siirl_dask.training.specs import trainer_spec
 
 _WEIGHT = ".weight"
-_INNER = (
-    "model."  # begins the name of a tower's parameter in every model, but not in all models' files
-)
+# begins the name of a tower's parameter in every model, but not in all models' files
+_INNER = "model."
 
 
 def is_of(part: VisionPart, name: str, family: ImageFamily) -> bool:
@@ -88,8 +87,7 @@ def check_parts(
     if family is not None and not sees_images and trainer.visual_lr is not None:
         raise ConfigError(
             f"trainer.visual_lr={trainer.visual_lr}: no images are read (images.column, "
-            "images.observations), so "
-            "nothing of the tower learns"
+            "images.observations), so nothing of the tower learns"
         )
     learns = {VisionPart.encoder, VisionPart.projector, VisionPart.language_model}
     for part in frozen_parts(trainer, family, sees_images=sees_images):
@@ -125,14 +123,12 @@ def check_no_split_images(trainer: TrainerConfig, images: ImagesConfig | None) -
     if not trainer_spec(trainer.backend).sees_images:
         raise ConfigError(
             f"trainer.backend={trainer.backend} with images.column={images.column!r}: it sees no "
-            "images; take "
-            "trainer.backend=fsdp"
+            "images; take trainer.backend=fsdp"
         )
     for option in ("sequence_parallel", "tensor_parallel"):
         if (ranks := getattr(trainer.fsdp, option)) > 1:
             raise ConfigError(
                 f"trainer.fsdp.{option}={ranks} with {images.source}: rows that show images are "
-                "not "
-                "split over workers; leave it out (trainer.fsdp.offload and "
+                "not split over workers; leave it out (trainer.fsdp.offload and "
                 "trainer.gradient_checkpointing save memory)"
             )

@@ -58,9 +58,8 @@ _WEIGHT = 4  # part of _LEARNS
 _GRADIENT = 4  # part of _LEARNS; no checkpoint has the gradient
 _MOMENT = 4  # bytes per parameter: Muon has one moment, AdamW two
 _EXPERTS = ".experts."
-_ROUTER = (
-    ".gate.weight"  # beside the experts; neither these nor it are linear layers of transformers
-)
+# beside the experts; neither these nor it are linear layers of transformers
+_ROUTER = ".gate.weight"
 _ADAPTER_A = ".lora_A.weight"  # of models/adapters.py, which imports torch
 _ADAPTER_B = ".lora_B.weight"
 _OF_LAYERS = re.compile(r"(?:.+\.)?layers\.\d+\..+")

@@ -159,8 +159,7 @@ class NonFinite:
         before = f" (the last {self.in_a_row} were so)" if self.in_a_row > 1 else ""
         return (
             f"mini-batch {self.minibatch + 1} of {self.minibatches}: loss {self.loss}, gradient "
-            f"norm {self.norm}"
-            f"{before}; no step was taken on it"
+            f"norm {self.norm}{before}; no step was taken on it"
         )
 
 

@@ -94,8 +94,7 @@ def print_lengths(
         longer = lengths.longer_than(limit)
         console.print(
             f"{longer:,} of {lengths.count:,} prompts ({longer / lengths.count:.2%}) are longer "
-            f"than {limit:,} {unit}: "
-            f"training with data.max_prompt_length={limit} drops them",
+            f"than {limit:,} {unit}: training with data.max_prompt_length={limit} drops them",
             highlight=False,
             soft_wrap=True,
         )
@@ -109,8 +108,7 @@ def _print_parts(console: PipeConsole, parts: Any) -> None:
     if groups:
         console.print(
             f"{counted(len(parts), 'part')}, {counted(len(groups), 'row group')} of "
-            f"{min(groups):,} to "
-            f"{counted(max(groups), 'row')} (median {median(groups):,.0f})",
+            f"{min(groups):,} to {counted(max(groups), 'row')} (median {median(groups):,.0f})",
             highlight=False,
         )
     table = Table(box=box.SIMPLE_HEAD)

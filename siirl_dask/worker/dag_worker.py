@@ -64,9 +64,8 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 logger = logging.getLogger("siirl_dask.worker")
-_RELEASES = (
-    "siirl-releases"  # in the worker's extensions: the runs that hold anything in its process
-)
+# in the worker's extensions: the runs that hold anything in its process
+_RELEASES = "siirl-releases"
 _PATIENCE = 2.0  # seconds for a task to notice that its run was stopped
 _STUCK_AFTER = 3.0  # seconds after which it may wait for a peer that stands still
 

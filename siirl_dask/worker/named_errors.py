@@ -26,8 +26,7 @@ _UNKNOWN = Origin()
 _NO_MEMORY = ("OutOfMemoryError", "ArrowMemoryError")
 _MEMORY = (
     "memory ran out: `siirl-dask plan CONFIG` shows what each role takes and proposes what to "
-    "change, such as "
-    "trainer.max_tokens_per_micro_batch"
+    "change, such as trainer.max_tokens_per_micro_batch"
 )
 
 

@@ -266,8 +266,7 @@ def _join(tables: list[pa.Table]) -> pa.Table:
         if not other[ROW_ID].equals(first[ROW_ID]):
             raise NodeError(
                 f"its parents hold different rows: {first.num_rows} and {other.num_rows}, not the "
-                "same row ids; "
-                "a node that removes rows must come before the branches part"
+                "same row ids; a node that removes rows must come before the branches part"
             )
         columns |= {name: other[name] for name in other.column_names if name not in IDENTITY}
     return pa.table(columns)
@@ -337,10 +336,8 @@ def _check_groups(node: Node, table: pa.Table, output: pa.Table) -> None:
     if len(new_groups):
         raise NodeError(
             f"node {node.name!r} gave rows of {len(new_groups)} groups that it had none of (first "
-            "group_id "
-            f"{new_groups[0]}): its contract says groups='kept', and a node that numbers groups "
-            "anew declares "
-            "groups='new'"
+            f"group_id {new_groups[0]}): its contract says groups='kept', and a node that numbers "
+            "groups anew declares groups='new'"
         )
     if node.contract.expand is not None:
         return

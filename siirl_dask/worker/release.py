@@ -124,6 +124,5 @@ def await_all(earlier: list[Release], worker: str, stop: StopFlag) -> None:
 def _still_inside(worker: str) -> str:
     return (
         f"worker {worker!r} is still inside a task of an earlier run, {LEAVE_TIMEOUT:g} s after "
-        "that was stopped: "
-        "restart the worker"
+        "that was stopped: restart the worker"
     )

@@ -165,8 +165,7 @@ def serialize_phases(phases: Phases) -> bytes:
         except Exception as error:  # an object of the user's may raise anything when it is pickled
             raise PlanError(
                 "the nodes and roles cannot be sent to the workers: a function, an option or a "
-                "module of yours that "
-                f"they use cannot be pickled: {type(error).__name__}: {error}"
+                f"module of yours that they use cannot be pickled: {type(error).__name__}: {error}"
             ) from error
 
 
@@ -183,9 +182,8 @@ def deserialize_phases(data: bytes, workers: Sequence[str]) -> Phases:
     except Exception as error:  # an imported module may raise anything
         raise RunError(
             f"a worker cannot open the run's nodes and roles: {type(error).__name__}: {error}; "
-            "packages that they use "
-            "must be installed on the workers, files of yours must be under the working directory "
-            "or beside the script"
+            "packages that they use must be installed on the workers, files of yours must be "
+            "under the working directory or beside the script"
         ) from error
     inputs, specs = loaded
     receive_specs(specs)  # plans ask them which ranks speak with each other

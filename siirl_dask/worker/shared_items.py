@@ -44,8 +44,7 @@ def pack(number: int, value: object) -> bytes:
     if len(packed) > wire.MAX_REQUEST_FRAMES:
         raise PeerError(
             f"an item of shared work takes {len(packed)} bytes: expected at most "
-            f"{wire.MAX_REQUEST_FRAMES}; set "
-            "rollout.work_stealing=false for rows as long as this"
+            f"{wire.MAX_REQUEST_FRAMES}; set rollout.work_stealing=false for rows as long as this"
         )
     return packed
 

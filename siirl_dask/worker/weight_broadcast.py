@@ -29,9 +29,8 @@ from siirl_dask.worker.stop import StopFlag
 Waiting = Callable[[], AbstractContextManager[None]]
 """Makes a context manager that times a wait for peers."""
 _ALIGNED = 16  # bytes: a view needs the alignment of its type, and kernels read this much at once
-_SHORTEST_PAUSE = (
-    1e-4  # seconds between two polls of a broadcast: a bucket over NVLink takes about 1 ms
-)
+# seconds between two polls of a broadcast: a bucket over NVLink takes about 1 ms
+_SHORTEST_PAUSE = 1e-4
 _LONGEST_PAUSE = 0.02
 
 

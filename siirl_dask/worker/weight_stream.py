@@ -39,9 +39,8 @@ from siirl_dask.worker.node_call import NodeCalls, checked
 from siirl_dask.worker.stop import StopFlag, result_of, wait_for
 from siirl_dask.worker.weight_broadcast import Broadcast
 
-_MAX_UNACKED = (
-    4  # tables that a source holds; with 2 a stream took half as long again on busy cores
-)
+# tables that a source holds; with 2 a stream took half as long again on busy cores
+_MAX_UNACKED = 4
 
 
 def run(link: Stream, calls: NodeCalls) -> None:
@@ -340,9 +339,8 @@ def check_order(index: pa.Table, tables: Iterator[pa.Table], source: str) -> Gen
         if not table.num_rows or not table[ROW_ID].equals(expected):
             raise NodeError(
                 f"node {source!r} announced {index.num_rows} rows, and after {first} of them a "
-                "table came with rows "
-                f"{table[ROW_ID].slice(0, 5).to_pylist()}: expected those that follow, in order, "
-                "at least one a table"
+                f"table came with rows {table[ROW_ID].slice(0, 5).to_pylist()}: expected those "
+                "that follow, in order, at least one a table"
             )
         first += table.num_rows
         yield table

@@ -30,9 +30,8 @@ from siirl_dask.worker.stop import StopFlag, result_of
 
 I = TypeVar("I")  # noqa: E741
 R = TypeVar("R")
-_MAX_PEERS = (
-    16  # peers that a worker asks: the last busy one of a thousand must not be asked by all others
-)
+# peers that a worker asks: the last busy one of a thousand must not be asked by all others
+_MAX_PEERS = 16
 
 
 class WorkQueue(Generic[I, R]):

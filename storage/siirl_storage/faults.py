@@ -1,5 +1,4 @@
-"""A filesystem that fails on purpose: ``faulty://`` before another one's path, for tests of what
-uses a store.
+"""A filesystem that fails on purpose: ``faulty://`` before another one's path, for tests of what uses a store.
 
     plan = Plan("/tmp/plan.json")
     plan.set(at=7, how=How.AFTER)
@@ -7,8 +6,8 @@ uses a store.
     run("faulty:///tmp/run")                # or faulty://bucket/run, with inject(plan.file, target="s3")
     plan.operations()                       # what was done, over all processes
 
-It is like an object store: a write is seen whole or not at all, and only when it ends; a file can
-be created exclusively.
+It is like an object store: a write is seen whole or not at all, and only when it ends; a file can be created
+exclusively.
 """
 
 from __future__ import annotations

@@ -138,8 +138,7 @@ def test_a_model_that_is_not_there_yet_bounds_no_weights(capsys, digits):
 
 PADDED_ROWS = (
     "note: roles 'policy', 'reference': rows: with padding (bloom: its attention cannot be "
-    "replaced), which takes "
-    "longer"
+    "replaced), which takes longer"
 )
 
 

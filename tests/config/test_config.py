@@ -678,8 +678,7 @@ def test_the_mask_that_looks_at_the_current_policy_goes_with_the_engines_log_pro
     path = tmp_path / "run.yaml"
     path.write_text(
         "algorithm: {correction: 'siirl_dask.algorithms:mask_off_policy', correction_options: "
-        "{limit: 0.5}, "
-        "old_logprobs: 'siirl_dask.nodes:rollout_logprobs'}"
+        "{limit: 0.5}, old_logprobs: 'siirl_dask.nodes:rollout_logprobs'}"
     )
     algorithm = load(path, ["data.url=a", "model.path=b"]).algorithm
     assert algorithm.correction == "siirl_dask.algorithms:mask_off_policy"

@@ -11,10 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_CANN = Path(__file__).parent / "without_cann"
 SAID = (
     "torch cannot be imported, since its plug-in torch_npu fails: ImportError: libhccl.so: cannot "
-    "open shared object "
-    "file: No such file or directory; source CANN's set_env.sh, or set "
-    "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to compute "
-    "without it"
+    "open shared object file: No such file or directory; source CANN's set_env.sh, or set "
+    "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to compute without it"
 )
 
 

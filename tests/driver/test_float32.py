@@ -11,8 +11,7 @@ from siirl_dask.driver.estimates.speeds import note_on_float32
 def test_the_note_has_the_factor_of_the_cards_data_sheet():
     assert note_on_float32("NVIDIA H100 80GB HBM3") == (
         "model.dtype=float32 on NVIDIA H100 80GB HBM3: it multiplies 15 times as fast in bfloat16, "
-        "989 TFLOP/s for 67 "
-        "by NVIDIA H100 data sheet (model.dtype=bfloat16)"
+        "989 TFLOP/s for 67 by NVIDIA H100 data sheet (model.dtype=bfloat16)"
     )
     assert "16 times as fast in bfloat16, 312 TFLOP/s for 20" in note_on_float32(
         "NVIDIA A100-SXM4-80GB"

@@ -69,8 +69,7 @@ def test_the_doctor_tells_each_workers_cpus_and_what_it_could_not_read(tmp_path,
     assert [each.text for each in for_run] == [
         "HCCS within npu:0,2,4,6 and within npu:1,3,5,7; SYS between these",
         "workers of a run here: 0 on npu:0 CPUs 0-7, 1 on npu:2 CPUs 0-7, 2 on npu:4 CPUs 0-7, 3 "
-        "on npu:6 CPUs 0-7, "
-        "4 on npu:1 CPUs 8-11",
+        "on npu:6 CPUs 0-7, 4 on npu:1 CPUs 8-11",
     ]
     off = judge_topology(VISIBLE, found, ClusterConfig(affinity=Affinity.none))
     assert off[-1].text == "cluster.affinity=none: workers are bound to no CPUs"

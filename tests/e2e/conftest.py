@@ -18,9 +18,8 @@ from tests.conftest import digits_overrides
 from tests.forked_programs import ForkedProgram
 from tests.slowdown import Slowdown
 
-MARK = (
-    "SIIRL_TESTED_RUN"  # in the environment of all processes of a run, whenever they were started
-)
+# in the environment of all processes of a run, whenever they were started
+MARK = "SIIRL_TESTED_RUN"
 
 
 @dataclass

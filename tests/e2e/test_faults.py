@@ -37,9 +37,8 @@ CASES = [
 ]
 SCHEDULER = "from distributed.cli.dask_scheduler import main; main()"
 QUIET = ["--no-dashboard", "--host", "127.0.0.1", "--port", "0"]
-START_TIMEOUT = (
-    20  # seconds; a worker that stands still while it builds a role is noticed by nothing else
-)
+# seconds; a worker that stands still while it builds a role is noticed by nothing else
+START_TIMEOUT = 20
 SAID = {
     (
         "scheduler",

@@ -83,10 +83,8 @@ def test_the_rank_that_found_the_rows_names_them_and_the_others_only_stop():
     assert type(other) is Aborted
     said = (
         "mini-batch 2 of 2: loss nan, gradient norm nan; no step was taken on it: advantages and "
-        "loss not finite on "
-        "worker 'w1' in rows 12, 17 of 8, micro-batches 1, 3; its rows are in "
-        "runs/x/nonfinite-update/step=000003 "
-        "(run.on_nan=stop; skip would leave this update out)"
+        "loss not finite on worker 'w1' in rows 12, 17 of 8, micro-batches 1, 3; its rows are in "
+        "runs/x/nonfinite-update/step=000003 (run.on_nan=stop; skip would leave this update out)"
     )
     assert str(first) == said
     saved = dict(aside)[1]

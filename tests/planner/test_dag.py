@@ -128,14 +128,12 @@ REFUSED = {
             DAG(ROLES, [node("a", fn=answer), node("score", "a", fn=misreads)]), SOURCE
         ),
         "node 'score' reads ['reponse'], which no node before it writes (available: ['answer', "
-        "'group_id', 'prompt', "
-        "'response', 'row_id', 'tokens']); did you mean 'response'?",
+        "'group_id', 'prompt', 'response', 'row_id', 'tokens']); did you mean 'response'?",
     ),
     "missing in the dataset": (
         lambda: trace_columns(DAG(ROLES, [node("a", reads=("promt",))]), SOURCE),
         "node 'a' reads ['promt'], which no node before it writes (available: ['answer', "
-        "'group_id', 'prompt', "
-        "'row_id', 'tokens']); did you mean 'prompt'?",
+        "'group_id', 'prompt', 'row_id', 'tokens']); did you mean 'prompt'?",
     ),
     "two columns of one name": (
         lambda: trace_columns(

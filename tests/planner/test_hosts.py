@@ -109,9 +109,8 @@ def test_a_placement_that_the_user_wrote_is_kept_and_a_group_that_need_not_be_ap
     (note,) = host_notes(made)
     assert note == (
         "role 'rollout': 2 of its 2 groups of 2 ranks (rollout.tensor_parallel_size) are on "
-        "several hosts, the first "
-        "with w0 on h0, w2 on h1; with its workers in another order in cluster.placement, none "
-        "would be"
+        "several hosts, the first with w0 on h0, w2 on h1; with its workers in another order in "
+        "cluster.placement, none would be"
     )
 
 
@@ -119,8 +118,7 @@ def test_shards_over_all_hosts_are_named_with_the_size_that_fits_a_host():
     (note,) = host_notes(plan([4, 4], shard=0))
     assert note == (
         "role 'policy': its 8 ranks (trainer.fsdp.shard_size) are on 2 hosts; no order of its "
-        "workers does better; "
-        "trainer.fsdp.shard_size=4 would keep each group on one host"
+        "workers does better; trainer.fsdp.shard_size=4 would keep each group on one host"
     )
     assert not list(host_notes(plan([8], shard=0)))
 

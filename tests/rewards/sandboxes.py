@@ -131,8 +131,7 @@ def python(who: str, how: str) -> str:
             return path
     pytest.skip(
         f"another user may run neither {sys.executable} nor a Python 3.11 in /usr/bin: install one "
-        "outside of folders "
-        "that are root's alone"
+        "outside of folders that are root's alone"
     )
 
 

@@ -209,8 +209,7 @@ def test_a_model_that_cannot_be_captured_goes_on_without_and_the_log_says_so_onc
     assert len(tried) == 1
     assert [record.getMessage() for record in caplog.records] == [
         "LlamaForCausalLM decodes without graphs, which takes longer on short steps: RuntimeError: "
-        "operation not "
-        "permitted when stream is capturing"
+        "operation not permitted when stream is capturing"
     ]
 
 

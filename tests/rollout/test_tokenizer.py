@@ -15,10 +15,9 @@ from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
 from siirl_dask.tasks.tiny_model import tiny_tokenizer
 
 CHAT = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|stop|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not "
-    "enable_thinking %}"
-    "<think></think>{% endif %}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|stop|>{% endfor %}{% if "
+    "add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking "
+    "%}<think></think>{% endif %}{% endif %}"
 )
 THINKING = "{% if enable_thinking %}on{% else %}off{% endif %}:" + CHAT
 USER = {"role": "user", "content": "2+2?"}

@@ -256,8 +256,7 @@ def a_device(monkeypatch):
             (64, 64),
             "RuntimeError: too old",
             "heads of 64 in float32, is computed by torch's scaled_dot_product_attention, a call "
-            "for each row length; "
-            "FlexAttention does not run: RuntimeError: too old",
+            "for each row length; FlexAttention does not run: RuntimeError: too old",
         ),
         (
             (9, 0),
@@ -265,8 +264,7 @@ def a_device(monkeypatch):
             (8, 8),
             None,
             "heads of 8 in bfloat16, is computed by torch's scaled_dot_product_attention, a call "
-            "for each row length; "
-            "FlexAttention does not run: it takes heads of 16 to 256",
+            "for each row length; FlexAttention does not run: it takes heads of 16 to 256",
         ),
     ],
 )

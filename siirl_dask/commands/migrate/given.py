@@ -27,9 +27,8 @@ _SIIRL = re.compile(r"dag\.|profiler\.|algorithm\.(algorithm_name|workflow_type)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _EXPECTED = (
     "expected a YAML file with groups such as actor_rollout_ref and trainer, a shell script with "
-    "`python -m "
-    "verl.trainer.main_ppo key=value ...` or `python -m siirl.main_dag key=value ...`, or such "
-    "key=value after --"
+    "`python -m verl.trainer.main_ppo key=value ...` or `python -m siirl.main_dag key=value ...`, "
+    "or such key=value after --"
 )
 
 

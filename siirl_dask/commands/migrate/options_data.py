@@ -53,8 +53,7 @@ REWARD = (
           "data's source; the function is chosen by the dataset's name here"),
     none("custom_reward_function.* reward.custom_reward_function.*", "write it as reward(prompt, response, answer, "
           "**columns), which there is compute_score(data_source, solution_str, ground_truth, "
-          "extra_info), and give "
-          "rewards.function=module:name"),
+          "extra_info), and give rewards.function=module:name"),
     none("reward_model.sandbox_fusion* reward.sandbox_fusion* sandbox_fusion.*", "code runs in a sandbox of the "
           "worker's: siirl_dask.rewards:code_execution"),
     none("reward_model.enable reward.reward_model.enable reward_model.model.* reward.reward_model.*", "a reward model "
@@ -72,8 +71,7 @@ ALGORITHM = (
           "std + 1e-6, as grpo does"),
     rule("algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights", "nodes.advantage, algorithm.advantage_options",
           "parts of a reward that is a dict, with adv_estimator gdpo; sums are standardised over "
-          "responses here, over "
-          "tokens there"),
+          "responses here, over tokens there"),
     rule("algorithm.use_kl_in_reward algorithm.kl_ctrl.* algorithm.kl_penalty", "roles.kl, nodes.kl", "a "
           "KLController and the node penalise_kl"),
     rule("algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches", "nodes.rollout",
@@ -84,10 +82,9 @@ ALGORITHM = (
           "algorithm.rollout_correction.rollout_rs_threshold",
           "algorithm.correction, algorithm.correction_options", "of weights one bound is truncated_is and two, as in "
           "0.5_5.0, masked_is; k1 is reject_tokens or reject_sequences with the inverse bounds, "
-          "since there the "
-          "engine's probability is over the policy's; k2 and k3 are reject_divergent; several are "
-          "combined. What is "
-          "rejected still counts in the loss's denominator here"),
+          "since there the engine's probability is over the policy's; k2 and k3 are "
+          "reject_divergent; several are combined. What is rejected still counts in the loss's "
+          "denominator here"),
     rule("algorithm.rollout_correction.bypass_mode", "algorithm.old_logprobs", "true is rollout_logprobs, and no "
           "correction"),
     rule("algorithm.rollout_correction.loss_type", "algorithm.loss", "reinforce is policy_gradient, and cispo with "

@@ -66,8 +66,7 @@ def _only(calls: list[tuple[int, list[str]]], name: str) -> ShellCall:
     if not calls:
         raise ConfigError(
             f"{name}: no call of verl or siiRL in it: expected `python -m verl.trainer.main_ppo "
-            "key=value ...` or "
-            "`python -m siirl.main_dag key=value ...`, or a YAML file (.yaml)"
+            "key=value ...` or `python -m siirl.main_dag key=value ...`, or a YAML file (.yaml)"
         )
     if len(calls) > 1:
         lines = ", ".join(str(line) for line, _ in calls)

@@ -3,13 +3,12 @@
     base: grpo_base.yaml            # another file, read first; its path is relative to this one
     rollout: {n: 16}                # values, by group: see siirl_dask/config
     roles: {policy: {build: "siirl_dask.training:build_trainer", with: {trainer: "${trainer}"}}}
-    nodes:                          # a list replaces the base's; a mapping by name changes it, node
-      by node update: {rows: balanced, with: {minibatches: "${algorithm.minibatches}"}}
+    nodes:                          # a list replaces the base's; a mapping by name changes it, node by node
+      update: {rows: balanced, with: {minibatches: "${algorithm.minibatches}"}}
       reference_logprobs: null      # without this one
 
-Mistakes are refused here, before anything starts. OmegaConf reads and interpolates;
-``siirl_dask/coerce.py`` checks the types against the dataclasses of siirl_dask/config, since
-OmegaConf takes 1.5 for an int and returns tuples as lists.
+Mistakes are refused here, before anything starts. OmegaConf reads and interpolates; ``siirl_dask/coerce.py`` checks the
+types against the dataclasses of siirl_dask/config, since OmegaConf takes 1.5 for an int and returns tuples as lists.
 """
 
 from __future__ import annotations
@@ -124,9 +123,8 @@ def load_recorded(text: str | bytes, name: str, overrides: Sequence[str] = ()) -
         if _INTERPOLATION.search(value):
             raise Interpolated(
                 f"{name}: {key}={value!r}: expected a plain value, as a run records it; an "
-                "interpolation would be "
-                "filled from other keys or from the environment of whoever reads it, so the file "
-                "is not used"
+                "interpolation would be filled from other keys or from the environment of whoever "
+                "reads it, so the file is not used"
             )
     return _assemble([layer, *map(override, overrides)], name).config
 

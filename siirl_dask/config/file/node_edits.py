@@ -44,8 +44,7 @@ def merged_nodes(old: NodeList, layer: Layer, key: str) -> NodeList:
     if not isinstance(old.items, list):
         raise ConfigError(
             f"{layer.place(key, None)}: {key} gives nodes by name, and the base's are "
-            f"{old.items!r}: "
-            "expected a list there, or write one here"
+            f"{old.items!r}: expected a list there, or write one here"
         )
     named: dict[Any, tuple[Any, str]] = {}
     for position, (item, place) in enumerate(zip(old.items, old.places, strict=True)):

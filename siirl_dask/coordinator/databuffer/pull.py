@@ -50,9 +50,8 @@ logger = logging.getLogger("siirl_dask.coordinator")
 # messages into a worker: each has a connection, and on a link of 10 ms none takes more than 1
 # Gbit/s
 _IN_FLIGHT = 16
-_LEAST_IN_FLIGHT = (
-    2  # messages per source: one is on its way while the other is copied to its place
-)
+# messages per source: one is on its way while the other is copied to its place
+_LEAST_IN_FLIGHT = 2
 # times that so many messages are in flight: the last arrive at the same time, and are copied
 # afterwards
 _ROUNDS = 2

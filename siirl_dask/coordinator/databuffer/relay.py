@@ -31,9 +31,8 @@ from siirl_dask.coordinator.transport.peers import gather_or_cancel
 from siirl_dask.errors import SiirlError
 from siirl_dask.planner import Edge, Hosts
 
-_MARK = (
-    "@"  # between the name of an edge or a part and the relay's index among the targets of its host
-)
+# between the name of an edge or a part and the relay's index among the targets of its host
+_MARK = "@"
 
 
 class Relays:

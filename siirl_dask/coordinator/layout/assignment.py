@@ -319,9 +319,8 @@ def pull_share(
     if len(missing):
         raise PeerError(
             f"edge {edge.name}: {len(missing)} rows that {edge.guide!r} has are not among those of "
-            f"{edge.source!r} "
-            f"(first row_id {missing[0]}): a node that removes rows must come before the branches "
-            "part"
+            f"{edge.source!r} (first row_id {missing[0]}): a node that removes rows must come "
+            "before the branches part"
         )
     return PullShare.of(edge_rows, index)
 

@@ -97,9 +97,8 @@ class DaskStreams:
         if not isinstance(backend, BaseTCPBackend):
             raise ConfigError(
                 f"worker {self._worker.name!r} is at {address}: rows travel over byte streams, "
-                f"which {scheme}:// has "
-                "not; start the cluster with protocol tcp or tls (weights between accelerators go "
-                "by nccl or hccl)"
+                f"which {scheme}:// has not; start the cluster with protocol tcp or tls (weights "
+                "between accelerators go by nccl or hccl)"
             )
         place = unparse_host_port(get_address_host(address), 0)
         security = self._worker.security.get_listen_args("worker")
@@ -110,8 +109,7 @@ class DaskStreams:
         except OSError as error:
             raise ConfigError(
                 f"worker {self._worker.name!r} at {address} cannot listen on {place}: {error}; "
-                "expected the address of "
-                "an interface of its host (dask worker --host)"
+                "expected the address of an interface of its host (dask worker --host)"
             ) from error
         return int(self._listener.get_host_port()[1])
 

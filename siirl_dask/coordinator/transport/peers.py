@@ -265,8 +265,7 @@ class PeerTransport:
         if self._suspected.setdefault(worker, since) == since:
             logger.warning(
                 "worker %r at %s answers nothing for %.0f s, and is waited for, since its process "
-                "runs: code in it may "
-                "hold the interpreter's lock",
+                "runs: code in it may hold the interpreter's lock",
                 worker,
                 self._members[worker],
                 self._peer_timeout,

@@ -243,8 +243,7 @@ def read_prelude(data: bytes | bytearray, bounds: MessageBounds) -> Prelude:
     if head > bounds.head or frames > _MAX_FRAMES:
         raise PeerError(
             f"received a message with a head of {head} bytes and {frames} frames: expected at most "
-            f"{bounds.head} bytes "
-            f"and {_MAX_FRAMES} frames"
+            f"{bounds.head} bytes and {_MAX_FRAMES} frames"
         )
     return Prelude(head, frames, number)
 

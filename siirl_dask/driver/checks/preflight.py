@@ -118,17 +118,13 @@ def _check_lone_samples(dag: DAG) -> None:
         if advantage is None:
             raise ConfigError(
                 f"{compares} ({short_name(bare(node.fn))}), and each prompt has one, so that it "
-                "does nothing; expected "
-                "rollout.n of at least 2, or a DAG without this node"
+                "does nothing; expected rollout.n of at least 2, or a DAG without this node"
             )
         raise ConfigError(
             f"{compares} ({short_name(bare(advantage))}), and each prompt has one, so that no "
-            "answer is better or "
-            "worse than another and nothing is learned; expected rollout.n of at least 2, or an "
-            "advantage that "
-            "compares with something else, as remax, gae, reinforce_plus_plus and, of turns, "
-            "turn_gae do "
-            "(docs/algorithms.md)"
+            "answer is better or worse than another and nothing is learned; expected rollout.n of "
+            "at least 2, or an advantage that compares with something else, as remax, gae, "
+            "reinforce_plus_plus and, of turns, turn_gae do (docs/algorithms.md)"
         )
 
 
@@ -206,9 +202,8 @@ def _check_together(plan: Plan, costs: Mapping[str, RoleCost]) -> None:
             }
             raise PlanError(
                 f"roles {other!r} and {role!r} hold {cost.together} together, and are on workers "
-                f"{places[other]} and "
-                f"{places[role]}: expected the same ones, in the same order; change "
-                "cluster.placement"
+                f"{places[other]} and {places[role]}: expected the same ones, in the same order; "
+                "change cluster.placement"
             )
 
 
@@ -223,10 +218,9 @@ def _check_processes(plan: Plan, costs: Mapping[str, RoleCost]) -> None:
             if costs[other].process != costs[role].process:
                 raise PlanError(
                     f"roles {other!r} and {role!r} are both on worker {worker}, whose process "
-                    "would be made into "
-                    f"{costs[other].process} and {costs[role].process}: give both the same options "
-                    "(trainer.operators, critic.operators), or workers of their own "
-                    "(cluster.placement)"
+                    f"would be made into {costs[other].process} and {costs[role].process}: give "
+                    "both the same options (trainer.operators, critic.operators), or workers of "
+                    "their own (cluster.placement)"
                 )
 
 

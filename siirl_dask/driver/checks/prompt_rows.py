@@ -70,8 +70,7 @@ def check_rows(dataset: Dataset, *, answered: bool = True) -> list[str]:
                 row = pc.index(pc.is_null(prompts), True).as_py()
                 raise DataError(
                     f"dataset {source.url!r}: the prompt of row {row} of {place} is null "
-                    "(data.prompt="
-                    f"{source.prompt}): remove such rows, or name another column"
+                    f"(data.prompt={source.prompt}): remove such rows, or name another column"
                 )
             row = None if answered else _first_answered(prompts)
             if row is not None:
@@ -86,9 +85,8 @@ def check_rows(dataset: Dataset, *, answered: bool = True) -> list[str]:
         if first is not None:
             notes.append(
                 f"dataset {source.url!r}: {nulls:,} of {looked:,} answers that were looked at are "
-                "null (data.answer="
-                f"{source.answer}), such as that of {first}: a reward that needs an answer fails "
-                "for them"
+                f"null (data.answer={source.answer}), such as that of {first}: a reward that needs "
+                "an answer fails for them"
             )
     return notes
 

@@ -54,9 +54,8 @@ def check_reachable(
         more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
         expected = (
             "; expected what the configuration names (model.path, data.url, run.url, ...) at the "
-            "same place on every "
-            "host: on a file system that all share, or a URL such as s3://...; a model of the hub "
-            "is hf://org/name"
+            "same place on every host: on a file system that all share, or a URL such as s3://...; "
+            "a model of the hub is hf://org/name"
         )
         raise Unreachable("; ".join(problems[:_NAMED]) + more + expected)
 

@@ -34,9 +34,8 @@ def check_read(config: Config, dags: Sequence[DAG]) -> None:
     if idle:
         raise ConfigError(
             f"agents.{idle[0]}: no node of the DAG has agent: {idle[0]}, so that it would neither "
-            "act nor learn; take "
-            "the recipe siirl_dask.agents, add its nodes as in configs/dags/agents.yaml, or leave "
-            "it out"
+            "act nor learn; take the recipe siirl_dask.agents, add its nodes as in "
+            "configs/dags/agents.yaml, or leave it out"
         )
     all_options = [dict(node.options) for node in nodes]
     all_options += [dict(options_of(role.build)) for role in roles]
@@ -46,8 +45,7 @@ def check_read(config: Config, dags: Sequence[DAG]) -> None:
             value = getattr(getattr(config, group), key)
             raise ConfigError(
                 f"{group}.{key}={value!r}: no node of the DAG reads {group}; expected one that "
-                f"runs {reader}, or leave "
-                "the key out"
+                f"runs {reader}, or leave the key out"
             )
 
 

@@ -31,9 +31,8 @@ from siirl_dask.worker.process.fork_server import START_METHOD, prepare_processe
 
 logger = logging.getLogger("siirl_dask.driver")
 _CLOSE_PATIENCE = 3.0  # seconds for workers to close by themselves after a complete run
-_STOP_PATIENCE = (
-    0.5  # seconds for the same after a failure or Ctrl-C: the whole stop may take five seconds
-)
+# seconds for the same after a failure or Ctrl-C: the whole stop may take five seconds
+_STOP_PATIENCE = 0.5
 _CONNECT_TIMEOUT = 5.0  # seconds for a scheduler that has just started to answer
 _INTERVAL = 0.5  # seconds between two attempts to connect
 _CLOSE_TIMEOUT = 15.0  # seconds; what Dask has not closed by then is left to the end of the process
@@ -225,8 +224,7 @@ def _client_of_another(cluster: ClusterConfig, deadline: float) -> Client:
                 )
                 raise RunError(
                     f"the scheduler was lost, and none came to its place ({where}) within "
-                    "cluster.scheduler_timeout="
-                    f"{cluster.scheduler_timeout:g} s: {error}"
+                    f"cluster.scheduler_timeout={cluster.scheduler_timeout:g} s: {error}"
                 ) from error
             time.sleep(_INTERVAL)
 

@@ -208,8 +208,7 @@ def _start(spec: ClusterSpec, timeout: float) -> Cluster:
             made.add_done_callback(_close_unused)
             raise RunError(
                 f"cluster.spec={spec.path!r}: {spec.class_name} did not start within "
-                "cluster.start_timeout="
-                f"{timeout:g} s{_quoted(lines)}"
+                f"cluster.start_timeout={timeout:g} s{_quoted(lines)}"
             )
         error = made.exception()
         if error is not None:
@@ -322,9 +321,8 @@ def no_replacement(spec: str, cluster: Cluster) -> str:
         return ""
     return (
         f": the class of cluster.spec={spec!r} starts none in place of a lost one; start one with "
-        "`dask worker "
-        f"{cluster.scheduler_address}`, begin with more workers than cluster.workers, or set "
-        "cluster.elastic=true"
+        f"`dask worker {cluster.scheduler_address}`, begin with more workers than cluster.workers, "
+        "or set cluster.elastic=true"
     )
 
 

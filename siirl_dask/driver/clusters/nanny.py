@@ -15,9 +15,8 @@ from typing import Any
 
 from distributed import Nanny, Status
 
-_WORKER = (
-    "Dask Worker process (from Nanny)"  # as distributed.nanny names the processes that it starts
-)
+# as distributed.nanny names the processes that it starts
+_WORKER = "Dask Worker process (from Nanny)"
 
 
 class NamelessNanny(Nanny):

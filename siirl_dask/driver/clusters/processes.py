@@ -180,9 +180,8 @@ def _check(scheduler: ClusterProcess, workers: Sequence[ClusterProcess]) -> None
             error = process.report
             raise ConfigError(
                 f"{process.label} cannot load siirl_dask: {type(error).__name__}: {error}; "
-                "expected siirl_dask "
-                f"{here['versions']['siirl_dask']} and its dependencies in the Python that runs "
-                f"`{process.start}` there"
+                f"expected siirl_dask {here['versions']['siirl_dask']} and its dependencies in the "
+                f"Python that runs `{process.start}` there"
             )
         reports[process.label] = process.report
     refused = [line for name in _MUST for line in _differences(name, here, reports)]

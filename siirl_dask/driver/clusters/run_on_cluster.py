@@ -22,9 +22,8 @@ from siirl_dask.worker.tasks import port_of
 
 logger = logging.getLogger("siirl_dask.driver")
 _CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
-_LEAVE_TIMEOUT = (
-    3.0  # seconds for every worker to drop the run's plugin; one that is cut off never does
-)
+# seconds for every worker to drop the run's plugin; one that is cut off never does
+_LEAVE_TIMEOUT = 3.0
 
 Report = Callable[[dict[str, Any]], None]
 """Handles an event of the run, from any thread."""

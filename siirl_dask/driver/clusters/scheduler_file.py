@@ -31,9 +31,8 @@ def read_address(path: str, timeout: float, progress: Progress) -> str:
         if time.monotonic() >= deadline:
             raise ConfigError(
                 f"cluster.scheduler_file={path!r} has not come within "
-                f"cluster.start_timeout={timeout:g} s: expected "
-                "the file that `dask scheduler --scheduler-file` writes, in a folder that this "
-                "host shares with it"
+                f"cluster.start_timeout={timeout:g} s: expected the file that `dask scheduler "
+                "--scheduler-file` writes, in a folder that this host shares with it"
             )
         time.sleep(_INTERVAL)
     whole_by = min(time.monotonic() + _FLUSH, deadline)

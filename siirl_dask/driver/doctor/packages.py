@@ -55,8 +55,7 @@ def refuse_older() -> None:
         if not least.contains(found, prereleases=True):
             raise ConfigError(
                 f"{needed.name} {found} is installed in {sys.prefix}, and siirl_dask needs "
-                f"{_wanted(needed)}: "
-                f"{_install(needed)}"
+                f"{_wanted(needed)}: {_install(needed)}"
             )
 
 

@@ -30,9 +30,8 @@ from siirl_dask.runs.folder import check_writable
 
 _PART = "storage"
 _PATIENCE = 15.0  # seconds for the whole round trip
-_RETRIES = (
-    2.0  # seconds for which a failed operation is tried again: a run has storage.retry_seconds
-)
+# seconds for which a failed operation is tried again: a run has storage.retry_seconds
+_RETRIES = 2.0
 _CURE = (
     "give run.url a folder that this user may write to, or look at the store's credentials and "
     "endpoint"

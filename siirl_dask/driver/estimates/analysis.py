@@ -1,5 +1,4 @@
-"""Compares a plan's estimates with a run's measurements, and scales these to other splits of the
-workers.
+"""Compares a plan's estimates with a run's measurements, and scales these to other splits of the workers.
 
     bytes    estimated at the greatest lengths and at the mean lengths of the steps, and measured from peers
     seconds  by a device's figures, if one is named, and by the trace: the slowest worker's, without its waits

@@ -1,5 +1,4 @@
-"""Estimates an upper bound of each worker's memory, and refuses a run that exceeds
-``cluster.memory_limit``.
+"""Estimates an upper bound of each worker's memory, and refuses a run that exceeds ``cluster.memory_limit``.
 
     process     Python with torch, transformers, Arrow and Dask
     roles       what each role's builder declares (``RoleCost.memory``): see training/preflight.py, rollout/preflight.py
@@ -8,11 +7,11 @@
     tables      peak of the live tables, over the nodes of the chain: see planner/explain/memory.py
     moving      rows published and received by the steps that run at once; at most data.memory_limit
 
-Where workers have accelerators, roles are there, and only what they keep in the host's memory
-counts: see device_memory.py.
+Where workers have accelerators, roles are there, and only what they keep in the host's memory counts: see
+device_memory.py.
 
-Not counted: transformers' key-value cache, columns without a bound (texts of the dataset), and the
-prompts that the dataloader holds ahead (an eighth of data.memory_limit at most).
+Not counted: transformers' key-value cache, columns without a bound (texts of the dataset), and the prompts that
+the dataloader holds ahead (an eighth of data.memory_limit at most).
 """
 
 from __future__ import annotations

@@ -1,21 +1,18 @@
 """Seconds of each node of a step on a device, from parameters, tokens and the device's figures.
 
-A node's work follows from its columns: a node that writes responses generates, one that writes
-log-probs or values runs a forward pass over the rows, one that reads mini-batches for a trained
-role runs forward and backward passes, and weights move from the node that writes parameters to the
-one that reads them. Everything else counts as nothing.
+A node's work follows from its columns: a node that writes responses generates, one that writes log-probs or values runs
+a forward pass over the rows, one that reads mini-batches for a trained role runs forward and backward passes, and
+weights move from the node that writes parameters to the one that reads them. Everything else counts as nothing.
 
     pass        2 FLOPs a parameter and token, and attention; three times that with gradients, two where adapters alone
-                learn, and once more with recomputation; a prompt's rows on one worker, in one
-                mini-batch, take it through all but attention once; of a mixture's experts those
-                count that a token chooses
-    generation  each step reads cache and weights once, of a mixture's experts those that any of its
-    tokens chooses;
+                learn, and once more with recomputation; a prompt's rows on one worker, in one mini-batch, take it
+                through all but attention once; of a mixture's experts those count that a token chooses
+    generation  each step reads cache and weights once, of a mixture's experts those that any of its tokens chooses;
                 prompts are read before, once for all samples
     optimizer   reads and writes 40 bytes a parameter for each mini-batch; adapters count as nothing
-    weights     all, in the model's type, or the adapters alone, in float32 collectives sums of
-    gradients, gathers and scatters of fsdp, of which computing hides four fifths moves       what
-    sleeps, wakes, parks and is reloaded: see role_moves.py; nothing on a CPU
+    weights     all, in the model's type, or the adapters alone, in float32
+    collectives sums of gradients, gathers and scatters of fsdp, of which computing hides four fifths
+    moves       what sleeps, wakes, parks and is reloaded: see role_moves.py; nothing on a CPU
 """
 
 from __future__ import annotations

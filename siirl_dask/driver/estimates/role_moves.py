@@ -1,8 +1,7 @@
-"""Seconds for which memory of a worker's roles moves in a step, since they use its accelerator one
-after the other.
+"""Seconds for which memory of a worker's roles moves in a step, since they use its accelerator one after the other.
 
-The moves follow from the worker's nodes, as they do in a run: a node that generates, scores or
-learns puts the other roles to sleep (``Context.free_device``), and a role wakes when it is used.
+The moves follow from the worker's nodes, as they do in a run: a node that generates, scores or learns puts the other
+roles to sleep (``Context.free_device``), and a role wakes when it is used.
 
     sleeps    an engine gives its memory back; graphs, and weights unless new ones follow, go to the host's memory
     wakes     the same memory is taken again, and what the host has comes back
@@ -11,9 +10,8 @@ learns puts the other roles to sleep (``Context.free_device``), and a role wakes
     gathers   messages of 16 MiB in which the weights of a sharded model are gathered
     reloads   each tensor that an engine's loader takes
 
-Bytes go at the rate of the device's link to its host, of which all devices of a host together have
-no more than the host's memory gives. Where the workers of a host are not known, they are eight, as
-in the systems of the data sheets.
+Bytes go at the rate of the device's link to its host, of which all devices of a host together have no more than the
+host's memory gives. Where the workers of a host are not known, they are eight, as in the systems of the data sheets.
 """
 
 from __future__ import annotations

@@ -29,9 +29,8 @@ from siirl_dask.worker.tasks import beats_inside
 
 logger = logging.getLogger("siirl_dask.driver")
 _LAST_CHANCE = 2.0  # seconds for a worker to answer that has been silent for as long as it may be
-_STOP_TIMEOUT = (
-    1.0  # seconds for a worker that answers nothing to stop by itself; then its nanny kills it
-)
+# seconds for a worker that answers nothing to stop by itself; then its nanny kills it
+_STOP_TIMEOUT = 1.0
 _CALL_TIMEOUT = 30.0  # seconds for the scheduler to remove it
 _INTERVAL = 0.1  # seconds between two looks at the tasks of a launch that has failed
 

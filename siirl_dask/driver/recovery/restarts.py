@@ -12,9 +12,8 @@ from siirl_dask.driver.failures import may_pass
 from siirl_dask.errors import Fenced, Interrupted, SiirlError, WorkerLeft, WorkersJoined
 from siirl_dask.observe import Restart
 
-_FIRST_PAUSE = (
-    1.0  # seconds before the second restart in a row; each further pause is twice as long
-)
+# seconds before the second restart in a row; each further pause is twice as long
+_FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 60.0  # seconds
 
 
@@ -97,8 +96,7 @@ class Restarts:
         self._current = None
         self.note(
             f"at work again after {seconds:.1f} s: {reused} of {workers} workers kept what they "
-            "had built, steps to do "
-            f"again: {steps_again}"
+            f"had built, steps to do again: {steps_again}"
         )
 
     def _decide(self, failure: SiirlError, steps: int) -> bool:

@@ -202,10 +202,8 @@ def check_nothing_lost(url: str, resume: ResumePoint, tables: Iterable[str]) -> 
         return  # it was the first one, for which the second would have waited
     raise CheckpointError(
         f"run.url={url!r} holds a run of {counted(done, 'step')} with checkpoint.every={every}, "
-        "and no checkpoint of "
-        f"it is there: {join(url, CHECKPOINTS)} is gone, or on another disk, and the rows that are "
-        "stored reach to "
-        f"step {resume.last}. Bring it back, or {_OTHERWISE}"
+        f"and no checkpoint of it is there: {join(url, CHECKPOINTS)} is gone, or on another disk, "
+        f"and the rows that are stored reach to step {resume.last}. Bring it back, or {_OTHERWISE}"
     )
 
 
@@ -235,8 +233,7 @@ def check_same_data(
     if changes and not force:
         raise ConfigError(
             f"run.url={url!r} holds a run of other data: {'; '.join(changes)}. Bring back what it "
-            "was started with, "
-            f"give --force to go on with what is there now, or {_OTHERWISE}"
+            f"was started with, give --force to go on with what is there now, or {_OTHERWISE}"
         )
     return tuple(changes)
 
@@ -333,6 +330,5 @@ def _check_unfinished(config: Config, done: int) -> None:
     if summary.status is Status.COMPLETE and not done:
         raise ConfigError(
             f"run.url={url!r} holds a run already, finished after {counted(summary.steps, 'step')} "
-            "without a "
-            f"checkpoint to go on from (checkpoint.every): {_OTHERWISE}"
+            f"without a checkpoint to go on from (checkpoint.every): {_OTHERWISE}"
         )

@@ -184,8 +184,7 @@ def _reward_parts(table: pa.Table, names: tuple[str, ...]) -> dict[str, Tensor]:
     if KL_PENALTY in table.column_names:
         raise DataError(
             f"parts={[*names]}: a KL in the reward ({KL_PENALTY}) is in none of them; put it into "
-            "the loss "
-            "(algorithm.kl_coefficient), or leave it out"
+            "the loss (algorithm.kl_coefficient), or leave it out"
         )
     parts_of_rows = [dict(parts or ()) for parts in table[REWARD_PARTS].to_pylist()]
     for row_id, parts in zip(table[ROW_ID].to_pylist(), parts_of_rows, strict=True):
@@ -193,8 +192,7 @@ def _reward_parts(table: pa.Table, names: tuple[str, ...]) -> dict[str, Tensor]:
             if parts.get(name) is None:
                 raise DataError(
                     f"the reward of row {row_id} has no part {name!r} (it has: {sorted(parts)}): "
-                    "expected a reward "
-                    f"function that returns a dict with {[*names]} for every row"
+                    f"expected a reward function that returns a dict with {[*names]} for every row"
                 )
     return {
         name: torch.tensor([parts[name] for parts in parts_of_rows], dtype=torch.float32)

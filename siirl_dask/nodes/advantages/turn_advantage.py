@@ -193,9 +193,8 @@ def _outcomes(table: pa.Table, turns: TableTurns, team: bool) -> TurnOutcomes:
     return replace(turn_outcomes, rewards=rewards.float())
 
 
-_ROUNDING = (
-    1e-6  # relative to a reward as float32: a smaller difference is no reward beyond the turns'
-)
+# relative to a reward as float32: a smaller difference is no reward beyond the turns'
+_ROUNDING = 1e-6
 
 
 def _beyond(reward: float, turns: float) -> float:
@@ -276,8 +275,7 @@ def _on_tokens(numbers: Tensor, outcomes: TurnOutcomes, turns: TableTurns) -> Te
     if numbers.shape != (int(outcomes.lengths.sum()),):
         raise DataError(
             f"the advantage gave {list(numbers.shape)}: expected [{len(outcomes.lengths)}], a "
-            "number for each turn, or "
-            f"[{int(outcomes.lengths.sum())}], one for each token"
+            f"number for each turn, or [{int(outcomes.lengths.sum())}], one for each token"
         )
     tokens[turns.in_turns] = numbers.float()
     return tokens

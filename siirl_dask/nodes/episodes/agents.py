@@ -1,14 +1,11 @@
-"""Several agents in one DAG: an agent's turn is stored while the next agent acts, and becomes a row
-for learning.
+"""Several agents in one DAG: an agent's turn is stored while the next agent acts, and becomes a row for learning.
 
     prompts_a -> rollout_a -> hand_over -> prompts_b -> rollout_b -> reward -> turns -> turn_a -> ... -> update_a
-                                                                                   \\-> turn_b ->
-                                                                                   ... -> update_b
+                                                                                   \\-> turn_b -> ... -> update_b
 
-``hand_over`` writes the next agent's prompt, and stores the turn in columns named
-``AGENT_ROUND_COLUMN``. ``bring_out`` makes rows of all turns: each agent's row has the columns that
-every rollout has, so that the nodes which learn from it need not know of agents. ``take_agents``
-chooses the rows of the agents that one policy learns from.
+``hand_over`` writes the next agent's prompt, and stores the turn in columns named ``AGENT_ROUND_COLUMN``. ``bring_out``
+makes rows of all turns: each agent's row has the columns that every rollout has, so that the nodes which learn from it
+need not know of agents. ``take_agents`` chooses the rows of the agents that one policy learns from.
 """
 
 from __future__ import annotations
@@ -309,8 +306,7 @@ def _reward_part(rows: pa.Table, part: str, agent: str) -> pa.Array:
         if reward is not None and part not in parts:
             raise ValueError(
                 f"rewards={{{agent!r}: {part!r}}}: row {row_id} has the parts {sorted(parts)}; "
-                "expected the reward "
-                f"function to return {part!r} as well"
+                f"expected the reward function to return {part!r} as well"
             )
     return pa.array([parts.get(part) for parts in parts_of_rows], TYPES[REWARD])
 

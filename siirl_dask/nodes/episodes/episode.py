@@ -274,8 +274,7 @@ class Episode:
         if not 0 < len(encoded.ids) <= longest:
             raise InvalidAnswer(
                 f"gave a prompt of {len(encoded.ids)} tokens: expected 1 to {longest}, the least "
-                "of "
-                "data.max_prompt_length and what the model can read"
+                "of data.max_prompt_length and what the model can read"
             )
         segment = sum(row.agent == agent for row in self._rows)
         row = PlayedRow(agent, segment, encoded.ids)

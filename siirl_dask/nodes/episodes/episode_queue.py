@@ -24,12 +24,10 @@ from siirl_dask.nodes.episodes.episode_texts import InvalidAnswer
 from siirl_dask.nodes.failures import GIVEN_UP
 from siirl_dask.rollout import Generation, GenerationRequest
 
-_WAIT_SECONDS = (
-    0.1  # seconds within which a wait for environments notices that the worker is to stop
-)
-_OPEN_PER_ROW = (
-    8  # half as many take a fifth longer where one call in 20 is slow (docs/benchmarks/turns.md)
-)
+# seconds within which a wait for environments notices that the worker is to stop
+_WAIT_SECONDS = 0.1
+# half as many take a fifth longer where one call in 20 is slow (docs/benchmarks/turns.md)
+_OPEN_PER_ROW = 8
 _BATCH_SHARE = 0.5  # share of the open episodes for which an engine that runs whole batches waits
 
 TimedAnswer = tuple[int, Answer, float]

@@ -87,8 +87,7 @@ class EpisodeTexts:
         if self.processor is not None and own_places not in (0, len(self.images)):
             raise InvalidAnswer(
                 f"gave a prompt with {own_places} places for images of its row, which has "
-                f"{len(self.images)}: expected "
-                "as many, or none"
+                f"{len(self.images)}: expected as many, or none"
             )
         own_images = iter(self.images)
         images: list[_PlacedImage] = []

@@ -103,9 +103,8 @@ def _check_rollout(*, rollout: RolloutConfig, **options: object) -> None:
     if rollout.tensor_parallel_size > 1:
         raise ConfigError(
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: the ranks of such an "
-            "engine begin all rows "
-            "together, and an episode's next turn is not known before its environment has "
-            "answered; leave it at 1"
+            "engine begin all rows together, and an episode's next turn is not known before its "
+            "environment has answered; leave it at 1"
         )
     if rollout.router_replay:
         raise ConfigError(

@@ -168,8 +168,7 @@ def check_episodes(
         turns = sum(len(played_row.turns) for played_row in played[index].rows)
         message = (
             f"the environment {played[index].failure}: episode {row[ROW_ID]} of step {ctx.step}, "
-            "after "
-            f"{counted(turns, 'turn')}, prompt {row[PROMPT]!r:.200}"
+            f"after {counted(turns, 'turn')}, prompt {row[PROMPT]!r:.200}"
         )
         return message, row[ROW_ID]
 
@@ -208,6 +207,5 @@ def _check_tool_calls(ctx: Context, environments: Environments) -> None:
         reason = f"; the last one here {own.reason}" if own.reason else ""
         raise EpisodeError(
             f"{failed:.0f} of {calls:.0f} calls of tools of step {ctx.step} failed "
-            "(environments.max_failed_calls="
-            f"{most}){reason}"
+            f"(environments.max_failed_calls={most}){reason}"
         )

@@ -48,9 +48,8 @@ from siirl_dask.rollout.endpoint import (
 )
 from siirl_dask.schema import ANSWER, PROMPT, PROMPT_IDS, ROW_ID, SAMPLE_NUMBER, TYPES
 
-_AGENTS_PER_ROW = (
-    4  # that run at once for each row of the engine: most of them wait for something else
-)
+# that run at once for each row of the engine: most of them wait for something else
+_AGENTS_PER_ROW = 4
 _MAX_PROGRAMS = 32  # that run at once on a worker
 
 
@@ -69,9 +68,8 @@ def _check_options(
     if rollout.tensor_parallel_size > 1:
         raise ConfigError(
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: the ranks of such an "
-            "engine begin all rows "
-            "together, and an agent's next request is not known before it has an answer; leave it "
-            "at 1"
+            "engine begin all rows together, and an agent's next request is not known before it "
+            "has an answer; leave it at 1"
         )
     if rollout.router_replay:
         raise ConfigError(
@@ -337,8 +335,7 @@ def _check_failures(
         row: dict[str, Any] = rows.select([ROW_ID, PROMPT]).slice(index, 1).to_pylist()[0]
         message = (
             f"the agent {episodes[index].score.failure}: episode {row[ROW_ID]} of step {ctx.step}, "
-            "after "
-            f"{episodes[index].requests} requests, prompt {row[PROMPT]!r:.200}"
+            f"after {episodes[index].requests} requests, prompt {row[PROMPT]!r:.200}"
         )
         return message, row[ROW_ID]
 

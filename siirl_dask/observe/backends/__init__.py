@@ -89,8 +89,7 @@ def check_backends(names: Sequence[MetricsBackend]) -> None:
         if name is not MetricsBackend.parquet and not _is_installed(name):
             raise ConfigError(
                 f"observe.backends names {name}, and its package is not installed here: pip "
-                "install "
-                f"'siirl_dask[{name}]', or leave it out of observe.backends"
+                f"install 'siirl_dask[{name}]', or leave it out of observe.backends"
             )
 
 

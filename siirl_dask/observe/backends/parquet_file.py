@@ -1,5 +1,4 @@
-"""Writes ``<run.url>/metrics.parquet``: a row for each value of each record, for readers of
-columns.
+"""Writes ``<run.url>/metrics.parquet``: a row for each value of each record, for readers of columns.
 
     SELECT step, value FROM 'runs/mine/metrics.parquet' WHERE phase = 'train' AND name = 'reward/mean' ORDER BY step
 

@@ -23,8 +23,7 @@ COMMON = {f"{size} GB": size * 10**9 for size in (24, 48, 80, 141)}
 """Sizes in which accelerators are sold."""
 _MORE = (
     "take more workers and trainer.backend=fsdp, whose shards get smaller, give roles workers of "
-    "their own "
-    "(cluster.placement), or take a smaller model"
+    "their own (cluster.placement), or take a smaller model"
 )
 
 
@@ -150,10 +149,8 @@ def refusal(label: str, memory: int, workers: Mapping[str, Roles]) -> str | None
     parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in largest)
     return (
         f"{label} need {readable_bytes(card.needed)} of an accelerator with "
-        f"{readable_bytes(memory)}, of which "
-        f"{readable_bytes(card.usable)} are for roles, while "
-        f"{now if now == EXCHANGE else f'{now!r} computes'} "
-        f"(largest: {parts}). "
+        f"{readable_bytes(memory)}, of which {readable_bytes(card.usable)} are for roles, while "
+        f"{now if now == EXCHANGE else f'{now!r} computes'} (largest: {parts}). "
         f"{advice(memory, workers)}"
     )
 

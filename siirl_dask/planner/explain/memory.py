@@ -30,9 +30,8 @@ from siirl_dask.schema import is_blob
 
 _BALANCED = (51, 50)  # 1.02 of the mean, as rows are balanced
 _PER_COLUMN = 8  # bytes that an Arrow column takes without rows
-_SOURCE_PIECES = (
-    4  # of a streamed table at once on a worker of its source: see worker/weight_stream.py
-)
+# of a streamed table at once on a worker of its source: see worker/weight_stream.py
+_SOURCE_PIECES = 4
 _TARGET_PIECES = 3  # the same on a worker of its target
 # on a worker that makes and takes all of them itself: the next one is made while a row of the last
 # is used

@@ -1,17 +1,14 @@
 """Converts a DAG to and from plain data, as YAML gives it.
 
     roles:
-      policy: {build: "siirl_dask.training:build_trainer", with: {model: "${model}", trainer:
-          "${trainer}"}}
+      policy: {build: "siirl_dask.training:build_trainer", with: {model: "${model}", trainer: "${trainer}"}}
     nodes:
-      - {name: reward, run: "siirl_dask.nodes:score", role: rollout, after: [rollout], with:
-        {reward: "my:exact"}}
+      - {name: reward, run: "siirl_dask.nodes:score", role: rollout, after: [rollout], with: {reward: "my:exact"}}
 
-An option is converted to its parameter's annotation: a name becomes a function where a callable is
-wanted, a mapping becomes a dataclass, ``{run: ..., with: {...}}`` a partial, or None if ``run`` is
-null and the annotation allows it. A node whose function declares no columns declares them itself:
-``reads: [response]``, ``writes: {score: float32}``. Nodes that several rounds have alike are
-written once: ``{repeat: {times: 3, nodes: [...]}}``, see ``rounds.py``.
+An option is converted to its parameter's annotation: a name becomes a function where a callable is wanted, a mapping
+becomes a dataclass, ``{run: ..., with: {...}}`` a partial, or None if ``run`` is null and the annotation allows it. A
+node whose function declares no columns declares them itself: ``reads: [response]``, ``writes: {score: float32}``.
+Nodes that several rounds have alike are written once: ``{repeat: {times: 3, nodes: [...]}}``, see ``rounds.py``.
 """
 
 from __future__ import annotations

@@ -120,8 +120,7 @@ def sandbox_command(
     if program is None:
         raise ConfigError(
             f"isolate={isolate!r} takes the program {_PROGRAMS[str(isolate)]}, which is not on "
-            "PATH: install it "
-            f"(Debian's package {isolate}), or pass isolate=True, which takes none"
+            f"PATH: install it (Debian's package {isolate}), or pass isolate=True, which takes none"
         )
     user = program_user()
     if isolate == "runsc":  # it is to be started by root, and gives the number to the program

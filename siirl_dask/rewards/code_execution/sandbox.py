@@ -168,8 +168,7 @@ def _check(code: int | None, reason: Flow) -> None:
     if "Permission denied" in why and places.program_user() is not None and closed is not None:
         raise ConfigError(
             f"code cannot be confined here: {why}; root's programs run as another user, who may "
-            f"not enter {closed}: "
-            "install Python and siirl_dask in a folder that all users may read"
+            f"not enter {closed}: install Python and siirl_dask in a folder that all users may read"
         )
     if code == REFUSED:
         raise ConfigError(

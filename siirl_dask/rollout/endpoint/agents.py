@@ -138,8 +138,7 @@ class AgentRuns:
         if self._thread is not None and time.monotonic() - self._beat > self.timeout + _PATIENCE:
             raise EpisodeError(
                 f"an agent has blocked the event loop of all agents for more than {self.timeout:g} "
-                "s "
-                "(endpoint.timeout): await what takes long, call it with asyncio.to_thread, or "
+                "s (endpoint.timeout): await what takes long, call it with asyncio.to_thread, or "
                 "give a command"
             )
 

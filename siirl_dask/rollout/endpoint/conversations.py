@@ -261,8 +261,7 @@ class Conversation:
         if len(prompt) > bounds.prompt:
             raise too_long(
                 f"the conversation has {len(prompt)} tokens before its first new answer, more than "
-                f"{bounds.prompt} "
-                "(data.max_prompt_length)"
+                f"{bounds.prompt} (data.max_prompt_length)"
             )
         if not prompt:
             raise Refusal(
@@ -274,9 +273,8 @@ class Conversation:
         if len(self._segments) >= bounds.segments:
             raise over_limit(
                 f"the episode has {len(self._segments)} rows, as many as it may "
-                "(endpoint.max_segments), and this "
-                "request does not continue the latest answer of one: its history was rewritten, or "
-                "branches off"
+                "(endpoint.max_segments), and this request does not continue the latest answer of "
+                "one: its history was rewritten, or branches off"
             )
         again = sum(segment.prompt == prompt for segment in self._segments)
         if not self._under_way:
@@ -298,9 +296,8 @@ class Conversation:
         if room < 1:
             raise too_long(
                 f"the conversation has {len(ids)} tokens, {begun} of them since its first answer: "
-                "there is no room for "
-                f"another answer (rollout.max_response_length={self._bounds.response}, and the "
-                "model's own length)"
+                "there is no room for another answer "
+                f"(rollout.max_response_length={self._bounds.response}, and the model's own length)"
             )
         wanted = min(room, self._sampling.max_tokens, asked.max_tokens or room)
         sampling = replace(self._sampling, max_tokens=wanted)

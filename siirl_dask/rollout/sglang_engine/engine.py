@@ -55,8 +55,7 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
         if folder.sees_images:
             raise ConfigError(
                 f"model.path={model.path!r}: a model that sees images, which rollout.engine=sglang "
-                "does not take here; "
-                f"take {alternatives('sglang', lambda able: able.images)}"
+                f"does not take here; take {alternatives('sglang', lambda able: able.images)}"
             )
         self.tokenizer: Tokenizer = folder.tokenizer
         self._parameters = folder.parameters
@@ -183,9 +182,8 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
         if self.context_length is not None and length + max_tokens > self.context_length:
             raise ConfigError(
                 f"rollout.max_response_length={max_tokens}: with a prompt of "
-                f"{counted(length, 'token')} more than the "
-                f"{self.context_length} that SGLang has room for; lower it or "
-                "data.max_prompt_length, or give more "
+                f"{counted(length, 'token')} more than the {self.context_length} that SGLang has "
+                "room for; lower it or data.max_prompt_length, or give more "
                 "rollout.sglang.mem_fraction_static if the model can take more"
             )
 
@@ -238,7 +236,6 @@ def _start(model: ModelConfig, rollout: RolloutConfig, device: Device) -> tuple[
     except Exception as error:  # SGLang raises anything from TypeError to RuntimeError
         raise ConfigError(
             f"model.path={model.path!r}: SGLang cannot run it with {given_options(rollout)}: "
-            f"{error}; change what does "
-            "not fit or take another rollout.engine"
+            f"{error}; change what does not fit or take another rollout.engine"
         ) from error
     return engine, Ending(engine, module)

@@ -18,7 +18,6 @@ def check_frequencies_of_sglang(model: ModelConfig) -> None:
         if (model.longest_row or 0) > found.limit:
             raise ConfigError(
                 f"rollout.engine=sglang: {found.subject(model)}, which no option of SGLang pins; "
-                "take "
-                f"{alternatives('sglang')}, or rows of at most that many tokens, prompt and "
+                f"take {alternatives('sglang')}, or rows of at most that many tokens, prompt and "
                 "response"
             )

@@ -39,9 +39,8 @@ _NEEDED = (
     "shutdown",
     "update_weights_from_tensor",
 )
-_BEFORE_JOINING = (
-    100  # multiprocessing runs finalizers with a priority before it waits for children
-)
+# multiprocessing runs finalizers with a priority before it waits for children
+_BEFORE_JOINING = 100
 
 
 def load_sglang() -> tuple[Any, Any]:
@@ -57,16 +56,14 @@ def load_sglang() -> tuple[Any, Any]:
     except (ImportError, OSError) as error:
         raise ConfigError(
             f"rollout.engine=sglang: SGLang cannot be imported: {error}; install it as "
-            "docs/engines.md#sglang says, or "
-            "take another rollout.engine"
+            "docs/engines.md#sglang says, or take another rollout.engine"
         ) from error
     finally:
         asyncio.set_event_loop_policy(policy)  # SGLang takes uvloop's, for all loops of the process
     if lacking := [name for name in _NEEDED if not hasattr(engine.Engine, name)]:
         raise ConfigError(
             f"rollout.engine=sglang: SGLang {release()} has no Engine.{lacking[0]}; expected "
-            f"{WRITTEN_FOR}, or a later "
-            "release that has it"
+            f"{WRITTEN_FOR}, or a later release that has it"
         )
     return engine, arguments
 

@@ -39,8 +39,7 @@ def _check(sampling: Sampling) -> None:
     if sampling.min_p > 0:
         raise ConfigError(
             f"rollout.engine=sglang: a request asks for min_p={sampling.min_p}, which SGLang's "
-            "sampler does not take "
-            "together with seeds; leave it at 0, or take another engine"
+            "sampler does not take together with seeds; leave it at 0, or take another engine"
         )
     if sampling.top_k == 1 and sampling.temperature not in (0, 1):
         raise ConfigError(

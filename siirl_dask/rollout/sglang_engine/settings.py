@@ -99,8 +99,7 @@ def _attention(
     if own.attention_backend is not None and own.attention_backend not in deterministic:
         raise ConfigError(
             f"rollout.sglang.attention_backend={own.attention_backend!r}: expected one that is "
-            "deterministic in SGLang "
-            f"{release()}: {', '.join(sorted(deterministic))}"
+            f"deterministic in SGLang {release()}: {', '.join(sorted(deterministic))}"
         )
     if own.attention_backend is not None or not on_cpu:
         return own.attention_backend or (_WITH_FLOAT32 if dtype is Dtype.float32 else None)
@@ -108,8 +107,7 @@ def _attention(
         return found
     raise ConfigError(
         f"rollout.engine=sglang: SGLang {release()} has no deterministic attention for a CPU (nor "
-        f"had {WRITTEN_FOR}), "
-        f"without which rows have no seeds; take {alternatives('sglang')} there"
+        f"had {WRITTEN_FOR}), without which rows have no seeds; take {alternatives('sglang')} there"
     )
 
 

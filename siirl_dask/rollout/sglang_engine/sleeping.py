@@ -49,10 +49,8 @@ class SglangSleep:
         if WEIGHTS in self._asleep:
             raise RunError(
                 "SGLang let go of its weights since a node was to load others before anything is "
-                "generated, and "
-                "something was asked of it before: use an engine in nodes of its own role alone, "
-                "or give "
-                "rollout.sglang.sleep=false"
+                "generated, and something was asked of it before: use an engine in nodes of its "
+                "own role alone, or give rollout.sglang.sleep=false"
             )
         self._wake({CACHE})
 

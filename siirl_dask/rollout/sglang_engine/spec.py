@@ -47,8 +47,7 @@ def _check_installed() -> None:
     if not _is_installed():
         raise ConfigError(
             "rollout.engine=sglang: SGLang is not installed; install it as docs/engines.md#sglang "
-            "says, or take "
-            f"{alternatives(_NAME)}"
+            f"says, or take {alternatives(_NAME)}"
         )
 
 
@@ -65,8 +64,7 @@ def _check_no_images(images: ImagesConfig | None) -> None:
     if images is not None and images.used:
         raise ConfigError(
             f"rollout.engine=sglang with {images.source}: images are not passed to SGLang here; "
-            "take "
-            f"{alternatives(_NAME, lambda abilities: abilities.images)}"
+            f"take {alternatives(_NAME, lambda abilities: abilities.images)}"
         )
 
 

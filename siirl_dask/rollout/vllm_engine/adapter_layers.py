@@ -107,8 +107,7 @@ def put_adapters(
     if unknown := sorted(made.loras.keys() - known):
         raise ConfigError(
             f"vLLM has no adapters for {unknown[:3]}: give trainer.lora.targets without them, or "
-            "let vLLM have the "
-            "merged weights (rollout.vllm.engine_kwargs.enable_lora=false)"
+            "let vLLM have the merged weights (rollout.vllm.engine_kwargs.enable_lora=false)"
         )
     manager.remove_adapter(number)
     manager.add_adapter(made)

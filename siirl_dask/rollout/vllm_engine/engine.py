@@ -250,8 +250,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         except Exception as error:  # vLLM raises anything from ValueError to AssertionError
             raise ConfigError(
                 f"model.path={model.path!r}: vLLM cannot run it with {options}: "
-                f"{_innermost(error)}; change what "
-                "does not fit or take rollout.engine=transformers"
+                f"{_innermost(error)}; change what does not fit or take rollout.engine=transformers"
             ) from error
 
     def _eager(self) -> Any:
@@ -289,9 +288,8 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         if self.context_length is not None and length + max_tokens > self.context_length:
             raise ConfigError(
                 f"rollout.max_response_length={max_tokens}: with a prompt of "
-                f"{counted(length, 'token')} more than the "
-                f"{self.context_length} that vLLM has room for; lower it or "
-                "data.max_prompt_length, or give more "
+                f"{counted(length, 'token')} more than the {self.context_length} that vLLM has "
+                "room for; lower it or data.max_prompt_length, or give more "
                 "rollout.vllm.kv_cache_memory if the model can take more"
             )
 
@@ -330,9 +328,8 @@ def _build(path: str, settings: Mapping[str, Any]) -> LLM:
         llm.llm_engine.engine_core.shutdown()
         raise
     for group in (get_world_group(), get_tp_group()):
-        group.mq_broadcaster = (
-            None  # shared memory and sockets for an executor's messages to ranks: nobody sends any
-        )
+        # shared memory and sockets for an executor's messages to ranks: nobody sends any
+        group.mq_broadcaster = None
     return llm
 
 

@@ -22,9 +22,8 @@ def check_engine_length(model: ModelConfig, length: int) -> None:
         if (length > found.limit) != (model.longest_row > found.limit):
             raise ConfigError(
                 f"rollout.vllm.engine_kwargs.max_model_len={length}: {found.subject(model)}, and "
-                "vLLM goes by "
-                f"max_model_len; the trainer has model.longest_row={model.longest_row}, which is "
-                "on the other side of "
+                "vLLM goes by max_model_len; the trainer has "
+                f"model.longest_row={model.longest_row}, which is on the other side of "
                 f"{found.limit}: leave max_model_len out"
             )
 

@@ -94,7 +94,6 @@ def check_read(output: RequestOutput, prompt: Sequence[int]) -> None:
     if read != list(prompt):
         raise DataError(
             f"vLLM reads a prompt of {len(prompt)} tokens with images as {len(read)} tokens: its "
-            "own processor of "
-            "images does otherwise than siirl_dask's with the same settings; take "
-            "rollout.engine=transformers"
+            "own processor of images does otherwise than siirl_dask's with the same settings; "
+            "take rollout.engine=transformers"
         )

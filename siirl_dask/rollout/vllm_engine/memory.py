@@ -29,16 +29,14 @@ from siirl_dask.rollout.vllm_engine.adapter_choice import layer_rank, takes_laye
 CPU_CACHE = "1GiB"
 """Default size of the cache of keys and values on a CPU: left to itself, vLLM takes 92 % of the
 memory."""
-_COPIES = (
-    4  # of the logits, in vLLM's own sampler: log-probs, probabilities, noise, and their quotient
-)
+# of the logits, in vLLM's own sampler: log-probs, probabilities, noise, and their quotient
+_COPIES = 4
 _BATCHED = 16384  # vLLM's default tokens in a batch from 70 GiB of memory on; half of it below
 _LARGE = 70 * 2**30
 _FEWER_BATCHED = 4096
 _BLOCK = 16  # tokens of a block of the cache
-_LARGEST_TENSOR_PARALLEL = (
-    8  # devices of one host, within which ranks can exchange every token's sums
-)
+# devices of one host, within which ranks can exchange every token's sums
+_LARGEST_TENSOR_PARALLEL = 8
 
 
 def rows_in_batch(rollout: RolloutConfig) -> int:

@@ -48,17 +48,15 @@ def check_logprobs_of_vllm(path: str, longest: int, kind: DeviceKind | None = No
         where = "" if family in OTHER_LOGPROBS else " on a CPU"
         raise ConfigError(
             f"model.path={path!r}: vLLM{where} computes other log-probs of {family} than "
-            "transformers, and so than the "
-            f"trainer, {difference}; take rollout.engine=transformers"
+            f"transformers, and so than the trainer, {difference}; take rollout.engine=transformers"
         )
     window = _window(config)
     if family in OTHER_WINDOWS and window is not None and window < longest:
         raise ConfigError(
             f"model.path={path!r}: {family} has windows of {window} tokens, and "
-            f"{OTHER_WINDOWS[family]}, so that its "
-            "log-probs of longer rows are not the trainer's: data.max_prompt_length + "
-            "rollout.max_response_length is "
-            f"{longest}, expected at most {window}; or take rollout.engine=transformers"
+            f"{OTHER_WINDOWS[family]}, so that its log-probs of longer rows are not the trainer's: "
+            f"data.max_prompt_length + rollout.max_response_length is {longest}, expected at most "
+            f"{window}; or take rollout.engine=transformers"
         )
 
 

@@ -40,8 +40,6 @@ def check_vllm_sampling(mode: str, sampling: Sampling, keys: str) -> None:
     }[mode]
     raise ConfigError(
         f"rollout.sampler=vllm: {keys} asks for temperature={sampling.temperature}, "
-        f"top_p={sampling.top_p}, "
-        f"top_k={sampling.top_k}, min_p={sampling.min_p}, and vLLM reports log-probs {reported}: "
-        f"expected {expected}; "
-        "or take rollout.sampler=exact"
+        f"top_p={sampling.top_p}, top_k={sampling.top_k}, min_p={sampling.min_p}, and vLLM reports "
+        f"log-probs {reported}: expected {expected}; or take rollout.sampler=exact"
     )

@@ -79,9 +79,8 @@ class EngineRanks:
         if twice := [gpu for gpu in gpus if gpus.count(gpu) > 1]:
             raise ConfigError(
                 f"rollout.tensor_parallel_size={self.size}: two workers of an engine share the "
-                f"device {twice[0]}; give "
-                "each one of its own (cluster.placement.rollout, cluster.workers), or take a "
-                "smaller size"
+                f"device {twice[0]}; give each one of its own (cluster.placement.rollout, "
+                "cluster.workers), or take a smaller size"
             )
 
     def join(self, backend: str) -> None:

@@ -71,9 +71,8 @@ class VllmRoutes:
             names = [kind.__name__ for kind in kinds]
             raise ConfigError(
                 f"rollout.router_replay=true: the engine's cache has {names} "
-                f"(kv_transfer_config={transfer}), and "
-                "routes are kept beside one cache of full attention that is vLLM's own; leave it "
-                "out"
+                f"(kv_transfer_config={transfer}), and routes are kept beside one cache of full "
+                "attention that is vLLM's own; leave it out"
             )
         self._block = groups[0].kv_cache_spec.block_size
         shape = runner.kv_cache_config.num_blocks, self._block, self._routing.width

@@ -78,9 +78,8 @@ def llm_arguments(
     if model.float32_head:
         ours["hf_overrides"] = {"head_dtype": str(Dtype.float32)}
     if rollout.router_replay:
-        ours["async_scheduling"] = (
-            False  # a request's places in the cache are looked up when it ends
-        )
+        # a request's places in the cache are looked up when it ends
+        ours["async_scheduling"] = False
     if device.index or ranks.size > 1:
         ours["distributed_executor_backend"] = _executor(device.index, ranks)
     if ranks.size > 1:
@@ -128,8 +127,7 @@ def _own_options(rollout: RolloutConfig, device: Device) -> dict[str, Any]:
     ]:
         raise ConfigError(
             f"rollout.vllm.engine_kwargs.additional_config: {', '.join(wrong)}: new weights need "
-            f"{dict(needed)}; leave "
-            "it out"
+            f"{dict(needed)}; leave it out"
         )
     return {"additional_config": {**given, **needed}} if needed else {}
 

@@ -79,10 +79,8 @@ class VllmSleep:
         if self._discarded:
             raise RunError(
                 "vLLM let go of its weights (rollout.vllm.sleep_level=2) since a node was to load "
-                "others before "
-                "anything is generated, and something was asked of it before: use an engine in "
-                "nodes of its own role "
-                "alone, or give rollout.vllm.sleep_level=1"
+                "others before anything is generated, and something was asked of it before: use an "
+                "engine in nodes of its own role alone, or give rollout.vllm.sleep_level=1"
             )
         if self._asleep:
             self._wake(None if _WEIGHTS in self._asleep else [_CACHE])

@@ -104,9 +104,8 @@ def _check_divides(size: int, model: ModelConfig) -> None:
     if parts := [f"{number} {part}" for part, number in indivisible.items() if number is not None]:
         raise ConfigError(
             f"rollout.tensor_parallel_size={size}: the model in model.path={model.path!r} has "
-            f"{', '.join(parts)}, "
-            f"which {size} workers cannot share evenly; take a divisor of its {heads} attention "
-            "heads"
+            f"{', '.join(parts)}, which {size} workers cannot share evenly; take a divisor of its "
+            f"{heads} attention heads"
         )
 
 

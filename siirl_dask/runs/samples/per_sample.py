@@ -74,6 +74,5 @@ def check(rollouts: Rollouts, *names: str) -> None:
     if missing := [name for name in names if name not in rollouts.schema.names]:
         raise DataError(
             f"the table {rollouts.name!r} has no column {missing[0]!r}: no node of the run's DAG "
-            "wrote it before the "
-            f"table was saved (it has: {', '.join(rollouts.schema.names)})"
+            f"wrote it before the table was saved (it has: {', '.join(rollouts.schema.names)})"
         )

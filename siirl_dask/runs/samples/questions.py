@@ -78,9 +78,8 @@ def by_turns(rollouts: Rollouts) -> pa.Table:
     )
     return rollouts.table(
         "SELECT turns::BIGINT AS turns, count(*) AS samples, avg(reward) AS reward, "
-        f"avg({RESPONSE_TOKENS}) AS "
-        f"{RESPONSE_TOKENS}, count(*) FILTER (finish_reason = '{FAILED}') AS failed FROM {counted} "
-        "GROUP BY 1 ORDER BY 1"
+        f"avg({RESPONSE_TOKENS}) AS {RESPONSE_TOKENS}, count(*) FILTER (finish_reason = "
+        f"'{FAILED}') AS failed FROM {counted} GROUP BY 1 ORDER BY 1"
     )
 
 
@@ -131,9 +130,8 @@ def lengths(rollouts: Rollouts) -> pa.Table:
     )
     counts = rollouts.table(
         f"SELECT {RESPONSE_TOKENS} AS length, count(*) AS samples, sum(reward) AS total, "
-        "count(reward) AS rewards, "
-        f"count(*) FILTER (finish_reason = 'length') AS cut FROM {counted} GROUP BY 1 HAVING "
-        "length IS NOT NULL"
+        "count(reward) AS rewards, count(*) FILTER (finish_reason = 'length') AS cut FROM "
+        f"{counted} GROUP BY 1 HAVING length IS NOT NULL"
     )
     if not counts.num_rows:
         raise DataError(f"the table {rollouts.name!r} has no responses")
@@ -196,9 +194,8 @@ def diff(rollouts: Rollouts, then: int, now: int) -> pa.Table:
         )
         return (
             f"(SELECT {names}, any_value(prompt) AS prompt, any_value(answer) AS answer, "
-            "avg(reward) AS reward, "
-            f"arg_min(response, row_id) AS response FROM {samples} WHERE reward IS NOT NULL GROUP "
-            f"BY {names})"
+            f"avg(reward) AS reward, arg_min(response, row_id) AS response FROM {samples} WHERE "
+            f"reward IS NOT NULL GROUP BY {names})"
         )
 
     changes = rollouts.table(
@@ -211,7 +208,6 @@ def diff(rollouts: Rollouts, then: int, now: int) -> pa.Table:
     if not changes.num_rows:
         raise DataError(
             f"steps {then} and {now} of the table {rollouts.name!r} have no prompt in common; a "
-            "validation has the "
-            "same prompts each time (--table validation)"
+            "validation has the same prompts each time (--table validation)"
         )
     return changes

@@ -199,10 +199,9 @@ def _places(rollouts: Rollouts, choice: Choice, most: int) -> list[tuple[int, li
         agent = {AGENT: AGENT} if {EPISODE_ID, AGENT} <= {*names} else {}
         group = ", ".join(["step", GROUP_ID, *agent])
         source = (
-            f"(SELECT * FROM {per_sample(rollouts, **needed, group_id=GROUP_ID, **agent)} "
-            f"WINDOW grouped AS (PARTITION BY {group}) "
-            "QUALIFY count(reward) OVER grouped > 1 AND min(reward) OVER grouped = max(reward) "
-            "OVER grouped)"
+            f"(SELECT * FROM {per_sample(rollouts, **needed, group_id=GROUP_ID, **agent)} WINDOW "
+            f"grouped AS (PARTITION BY {group}) QUALIFY count(reward) OVER grouped > 1 AND "
+            "min(reward) OVER grouped = max(reward) OVER grouped)"
         )
         order = "step DESC, group_id, row_id"
     else:
@@ -237,9 +236,8 @@ def _rows(
     steps = sorted({step for step, _ in places})
     rows = rollouts.table(
         f"SELECT number, step, row_id, {', '.join([*cut, *plain, *more])} FROM "
-        f"{rollouts.of_steps(steps)} "
-        f"JOIN (VALUES {chosen}) AS chosen(number, step, row_id) USING (step, row_id) ORDER BY "
-        "number, row_id"
+        f"{rollouts.of_steps(steps)} JOIN (VALUES {chosen}) AS chosen(number, step, row_id) USING "
+        "(step, row_id) ORDER BY number, row_id"
     ).to_pylist()
     return [list(own) for _, own in groupby(rows, key=itemgetter("number"))]
 

@@ -205,9 +205,8 @@ class _Writer(FsspecWriter):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state that is written asynchronously, as ``copy_to_host`` does."""
-        self.per_thread_copy_ahead = (
-            0  # as the base class says: nothing is left to copy ahead from a device
-        )
+        # as the base class says: nothing is left to copy ahead from a device
+        self.per_thread_copy_ahead = 0
         copied: dict[str, Any] = copy_to_host(state_dict)
         return copied
 
@@ -224,9 +223,8 @@ class _TellingStream(DigestingStream):
         super().__init__(stream)
         self.path = path
         self._progress = progress
-        self.full: OSError | None = (
-            None  # what torch says of it is that its file has another length than expected
-        )
+        # what torch says of it is that its file has another length than expected
+        self.full: OSError | None = None
 
     def write(self, data: Any) -> int:
         try:

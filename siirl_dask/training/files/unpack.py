@@ -175,8 +175,7 @@ def _whole(name: str, file: Any) -> UnpackedWeight:
     if dtype is None:
         raise ConfigError(
             f"the weight {name!r} is {there.get_dtype()} and has no scales that are known: "
-            "expected one of "
-            f"{', '.join(_DTYPES)}"
+            f"expected one of {', '.join(_DTYPES)}"
         )
     return UnpackedWeight(file, name, tuple(there.get_shape()), dtype)
 

@@ -25,9 +25,8 @@ from siirl_dask.models.weight_files import open_tensors, open_weights
 from siirl_dask.models.weight_names import read_stored, stored_parameters, unknown_names
 
 _ROUNDING = 1e-5  # log-probs of one model that is loaded in two ways
-_ROUNDING_OF_SUMS = (
-    1e-6  # a share of the largest number of a weight that adapters were added to, in another order
-)
+# a share of the largest number of a weight that adapters were added to, in another order
+_ROUNDING_OF_SUMS = 1e-6
 _CPU = torch.device("cpu")
 _QUANTIZED = "quantization_config"
 

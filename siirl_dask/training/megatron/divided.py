@@ -33,9 +33,8 @@ class DividedParameters:
         if len(shared) < grid.holders:
             raise ConfigError(
                 f"trainer.megatron.distributed_optimizer=true: a stage has {len(shared)} "
-                "parameters for its "
-                f"{grid.holders} copies, expected at least as many; leave it out, or give a stage "
-                "more layers"
+                f"parameters for its {grid.holders} copies, expected at least as many; leave it "
+                "out, or give a stage more layers"
             )
         self._sizes = {name: each.numel() for name, each in weights.parameters.items()}
         groups = ((shared, grid.held_by), (experts, grid.edp))

@@ -67,8 +67,7 @@ def sizes_of(config: Mapping[str, Any], path: str) -> LayerSizes:
     if kind not in _FAMILIES:
         raise ConfigError(
             f"{subject}: model_type={kind!r} is not among {', '.join(_FAMILIES)}, which it knows; "
-            "take "
-            "trainer.backend=fsdp"
+            "take trainer.backend=fsdp"
         )
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     unknown = {
@@ -155,8 +154,7 @@ def check_division(megatron: MegatronConfig, sizes: LayerSizes, path: str) -> No
         )
         raise ConfigError(
             f"trainer.megatron.pipeline_parallel={pipeline}{runs}: expected a divisor of "
-            "num_hidden_layers="
-            f"{sizes.layers} of {path!r}"
+            f"num_hidden_layers={sizes.layers} of {path!r}"
         )
     _check_experts(megatron, sizes.mixture, path)
 
@@ -188,10 +186,9 @@ def check_ranks(megatron: MegatronConfig, workers: int) -> None:
             else ""
         )
         raise ConfigError(
-            f"trainer.megatron.tensor_parallel={megatron.tensor_parallel}, {context}"
-            f"pipeline_parallel={megatron.pipeline_parallel}: a replica has {megatron.ranks} "
-            "ranks, expected a divisor "
-            f"of the role's {counted(workers, 'worker')}"
+            f"trainer.megatron.tensor_parallel={megatron.tensor_parallel}, "
+            f"{context}pipeline_parallel={megatron.pipeline_parallel}: a replica has "
+            f"{megatron.ranks} ranks, expected a divisor of the role's {counted(workers, 'worker')}"
         )
     of_stage = workers // megatron.pipeline_parallel
     if of_stage % megatron.experts_over:

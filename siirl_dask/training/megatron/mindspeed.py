@@ -83,8 +83,7 @@ def check_installed() -> None:
     if find_spec(plugin) is None:
         raise ConfigError(
             f"trainer.operators: {MINDSPEED} needs {plugin} and CANN, and {plugin} is not "
-            "installed: "
-            "pip install 'siirl_dask[npu]', or leave it out"
+            "installed: pip install 'siirl_dask[npu]', or leave it out"
         )
     core = find_spec(_CORE)
     if core is None or core.origin is None:
@@ -97,8 +96,7 @@ def check_installed() -> None:
     if not version.startswith(f"{_GOES_WITH}."):
         raise ConfigError(
             f"trainer.operators: {MINDSPEED} (branch core_r0.16.0) goes with megatron-core "
-            f"{_GOES_WITH}, and {version} "
-            "is installed: pip install 'siirl_dask[megatron]'"
+            f"{_GOES_WITH}, and {version} is installed: pip install 'siirl_dask[megatron]'"
         )
 
 
@@ -120,16 +118,14 @@ def patch(operators: Mapping[str, str], kind: str) -> None:
     if kind != LIBRARIES[MINDSPEED].kind:
         raise ConfigError(
             f"trainer.operators: {MINDSPEED} runs on {LIBRARIES[MINDSPEED].kind} alone, and the "
-            f"role has {kind}: "
-            "leave it out"
+            f"role has {kind}: leave it out"
         )
     if adaptor is None and _CORE in sys.modules:
         raise ConfigError(
             f"trainer.operators: {MINDSPEED} must be imported before megatron-core, which this "
-            "process has imported "
-            "already: give its other roles of trainer.backend=megatron the same trainer.operators "
-            "or other workers "
-            "(cluster.placement), and start workers anew that have run without it"
+            "process has imported already: give its other roles of trainer.backend=megatron the "
+            "same trainer.operators or other workers (cluster.placement), and start workers anew "
+            "that have run without it"
         )
     check_installed()
     _repatch(wanted)
@@ -182,18 +178,14 @@ def _disagreement(given: Mapping[str, Any], wanted: Mapping[str, Any] | None) ->
     if wanted is None:
         return (
             f"trainer.backend=megatron without {MINDSPEED} in trainer.operators: another role of "
-            "this process has it, "
-            "and it patches the whole process; give both roles the same trainer.operators, or "
-            "workers of their own "
-            "(cluster.placement)"
+            "this process has it, and it patches the whole process; give both roles the same "
+            "trainer.operators, or workers of their own (cluster.placement)"
         )
     differing = {name: value for name, value in wanted.items() if given[name] != value}
     return (
         f"trainer.operators: {MINDSPEED} would patch this process with {differing}, and has "
-        "patched it for another "
-        f"role with { ({name: given[name] for name in differing}) }: give both roles the same "
-        "trainer.operators, or "
-        "workers of their own (cluster.placement)"
+        f"patched it for another role with { ({name: given[name] for name in differing}) }: give "
+        "both roles the same trainer.operators, or workers of their own (cluster.placement)"
     )
 
 

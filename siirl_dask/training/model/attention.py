@@ -27,9 +27,8 @@ from siirl_dask.training.parallel.ulysses import to_heads, to_tokens
 PACKED = "siirl_packed"
 """Name of ``packed_attention`` in transformers. No mask function has that name, so transformers
 makes no mask."""
-_BLOCK = (
-    512  # least number of queries per call with a mask: fewer are slower, more need larger masks
-)
+# least number of queries per call with a mask: fewer are slower, more need larger masks
+_BLOCK = 512
 
 
 def packed_attention(

@@ -60,8 +60,7 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> FlexKernel:
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:
                 raise ConfigError(
                     f"FlexAttention has been compiled {_GRAPHS} times in this process, for "
-                    f"{_GRAPHS} kinds of heads, "
-                    f"and no more are allowed: {_CURE}"
+                    f"{_GRAPHS} kinds of heads, and no more are allowed: {_CURE}"
                 ) from error
         return output
 
@@ -72,9 +71,8 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
     # torch would make a [T, T] matrix of scores for each head, and only warn
     if not torch.compiler.is_compiling():
         raise ConfigError(
-            "FlexAttention is called without torch.compile, which is switched off or has given up: "
-            "its unfused form "
-            f"takes a matrix of all tokens by all tokens; {_CURE}"
+            "FlexAttention is called without torch.compile, which is switched off or has given "
+            f"up: its unfused form takes a matrix of all tokens by all tokens; {_CURE}"
         )
     return flex_attention(query, key, value, **options)
 

@@ -185,8 +185,7 @@ def _kernels() -> Kernels:
     ) as error:  # it is not there; it does not fit triton, or triton does not fit the device
         raise ConfigError(
             f"trainer.liger=true: liger-kernel cannot be imported: {type(error).__name__}: "
-            f"{error}; "
-            "pip install 'siirl_dask[liger]', or leave it out"
+            f"{error}; pip install 'siirl_dask[liger]', or leave it out"
         ) from error
 
 

@@ -53,8 +53,7 @@ def add_adapters(
     if not decoder:
         raise ConfigError(
             f"trainer.lora.rank={trainer.lora.rank}: {type(model).__name__} has no layers of "
-            "torch.nn.Linear, which "
-            "get adapters; leave it out"
+            "torch.nn.Linear, which get adapters; leave it out"
         )
     of_decoder, of_tower = chosen_targets(trainer, set(decoder.values()), set(seeing.values()))
     chosen = {module for module, name in decoder.items() if name in of_decoder}
@@ -104,8 +103,7 @@ def chosen_targets(
             where = "the model" if tower else "the model's decoder"
             raise ConfigError(
                 f"trainer.lora.targets={trainer.lora.targets}: {where} has no linear layer "
-                f"{target!r} "
-                f"(there are: {sorted(known)}){did_you_mean(target, known)}"
+                f"{target!r} (there are: {sorted(known)}){did_you_mean(target, known)}"
             )
         of_decoder |= known[target][0]
         of_tower |= known[target][1]

@@ -252,9 +252,8 @@ class Network(nn.Module):
         if layers is None:
             raise ConfigError(
                 f"{type(self.model).__name__} has no layers to shard, compute again, compile or "
-                "step by Muon one by "
-                "one; take trainer.backend=torch and trainer.optimizer=adamw, without "
-                "trainer.gradient_checkpointing"
+                "step by Muon one by one; take trainer.backend=torch and trainer.optimizer=adamw, "
+                "without trainer.gradient_checkpointing"
             )
         return list(layers)
 

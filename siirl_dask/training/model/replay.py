@@ -49,9 +49,8 @@ def check_routes(rows: PackedRows, routing: Routing) -> None:
     if rows.routes is None:
         raise DataError(
             "rollout.router_replay=true, and these rows have no column routed_experts: it comes "
-            "from generate, "
-            "generate_with_greedy and sample_until_mixed; sample with one of them, or leave "
-            "router_replay out"
+            "from generate, generate_with_greedy and sample_until_mixed; sample with one of them, "
+            "or leave router_replay out"
         )
     if rows.routes.shape[1] != routing.width:
         raise DataError(

@@ -114,8 +114,7 @@ def use_row_layout(network: Network, path: str, operators: Mapping[str, str] = R
         reasons = "; ".join(dict.fromkeys(trial.failures))
         raise ConfigError(
             f"model.path={path!r}: this trainer does not compute the log-probs of {name}{kernels} "
-            "as transformers "
-            f"does: {reasons}; docs/models.md has the families that it does"
+            f"as transformers does: {reasons}; docs/models.md has the families that it does"
         )
     if trial.layout is not RowLayout.packed:
         _warn_once(name, trial.layout, trial.failures[0])

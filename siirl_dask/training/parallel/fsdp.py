@@ -155,8 +155,7 @@ class FsdpBackend:
             if size > 1:
                 raise ConfigError(
                     f"trainer.fsdp.{name}={size}: {type(network.model).__name__} of "
-                    f"{self._model.path!r} is not "
-                    f"divided, since {reason}; leave it out"
+                    f"{self._model.path!r} is not divided, since {reason}; leave it out"
                 )
 
     def _shard(self, network: Network) -> None:

@@ -44,9 +44,8 @@ if TYPE_CHECKING:
 
 _EVERY_MS = 500
 _OTHERS = 5.0  # seconds between two readings of what this run's steps do not change
-_CALM = (
-    4.0  # seconds for which the samples stay: rows that change under the mouse cannot be clicked
-)
+# seconds for which the samples stay: rows that change under the mouse cannot be clicked
+_CALM = 4.0
 _PICTURES = 12  # images of a prompt, as thumbnails of 20 kB at most
 _STEPS = 2  # of the timeline
 # whose counts are shown: not the progress of nodes

@@ -122,7 +122,6 @@ def _slowest(found: Bottleneck) -> list[str]:
         worker = html.escape(uneven.worker)
         lines.append(
             f"<span class='soft'>uneven</span> node <b>{node}</b> takes {uneven.times_others:.1f} "
-            "times as long on "
-            f"worker <b>{worker}</b> as on the others"
+            f"times as long on worker <b>{worker}</b> as on the others"
         )
     return lines

@@ -196,9 +196,7 @@ def _box(plan: Plan, name: str, middle: float, top: int) -> str:
     shown = function if len(function) <= letters else f"… {function.rpartition('.')[2]}"[:letters]
     return (
         f'<rect class="box" x="{left:.0f}" y="{top}" width="{_SPACING.box}" '
-        f'height="{_SPACING.high}" rx="6" '
-        f'fill="{colour}"/>'
-        f'<text class="name" x="{middle:.0f}" y="{top + 18}" '
-        f'text-anchor="middle">{safe(name)}</text>'
+        f'height="{_SPACING.high}" rx="6" fill="{colour}"/><text class="name" x="{middle:.0f}" '
+        f'y="{top + 18}" text-anchor="middle">{safe(name)}</text>'
         + _lines([shown, f"{node.role}{saved}"[:letters]], middle, top + 18 + _LINE)
     )

@@ -89,8 +89,7 @@ def draw_dag(dag: Drawable, measured: Measured | None) -> str:
     )
     return (
         f'<svg class="dag" viewBox="0 0 {width} {height}" style="max-width:{width}px" role="img" '
-        'aria-label="the DAG">'
-        f'<defs>{tip}<path d="M0 0L8 4L0 '
+        f'aria-label="the DAG"><defs>{tip}<path d="M0 0L8 4L0 '
         f'8z"/></marker></defs>{"".join([*lines, *boxes, *labels])}</svg>'
     )
 

@@ -155,8 +155,7 @@ def _dag_changes(first: RunFacts, other: RunFacts) -> str:
     lines = "\n".join(safe(change) for change in changes[:_CHANGES])
     return (
         f"<details><summary>{len(changes)} changes of the DAG from {safe(first.label)} to "
-        f"{safe(other.label)}</summary>"
-        f"<pre>{lines}{more}</pre></details>"
+        f"{safe(other.label)}</summary><pre>{lines}{more}</pre></details>"
     )
 
 

@@ -229,8 +229,7 @@ def picture(run: RunFacts) -> str:
         )
     told = (
         "Seconds are those of the slowest worker in an average training step, without its waits; "
-        "bold arrows "
-        "carry bytes between workers."
+        "bold arrows carry bytes between workers."
         if measured
         else "Nothing was measured of it: the run has no trace."
     )

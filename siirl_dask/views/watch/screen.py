@@ -39,8 +39,7 @@ def screen(look: Look, width: int) -> RenderableType:
         parts.append(
             Text(
                 f"slowest  node {printable(slow.node)!r} on worker {printable(slow.worker)!r}, "
-                f"{slow.share:.0%} of "
-                f"step {look.slowest_step}",
+                f"{slow.share:.0%} of step {look.slowest_step}",
                 style="bold",
             )
         )

@@ -140,8 +140,7 @@ def uses_broadcast(weight_sync: WeightSync, devices: Sequence[Device]) -> bool:
         )
         raise ConfigError(
             f"rollout.weight_sync=broadcast between workers {where}: expected a device of its own "
-            "for each, since gloo "
-            "takes none; take rollout.weight_sync=auto"
+            "for each, since gloo takes none; take rollout.weight_sync=auto"
         )
     return True
 
@@ -171,10 +170,8 @@ def role_backend(role: str, devices: Sequence[Device]) -> str:
     where = ", ".join(f"{device.worker!r} on {device.card or device.kind}" for device in devices)
     raise ConfigError(
         f"role {role!r} has workers {where}: expected a device of its own for each, since neither "
-        "gloo nor what "
-        "joins such devices takes two workers of a role on one; have fewer workers "
-        "(cluster.workers), or give the role "
-        "others (cluster.placement)"
+        "gloo nor what joins such devices takes two workers of a role on one; have fewer workers "
+        "(cluster.workers), or give the role others (cluster.placement)"
     )
 
 

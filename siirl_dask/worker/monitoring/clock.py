@@ -15,9 +15,8 @@ from collections import deque
 from functools import cache
 from pathlib import Path
 
-_SAMPLES = (
-    31  # heartbeats whose median counts: a heartbeat that was delayed in one direction is wrong
-)
+# heartbeats whose median counts: a heartbeat that was delayed in one direction is wrong
+_SAMPLES = 31
 
 
 @cache

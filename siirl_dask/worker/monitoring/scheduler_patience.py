@@ -13,9 +13,8 @@ LEAST_OF_LINKS = 15.0
 """Seconds at least, for a scheduler on another host."""
 LEAST_ON_HOST = 8.0
 """Seconds at least, for a scheduler on this host: no link can fail."""
-_WORKER_FACTOR = (
-    2.0  # of the driver's patience: the driver, which reports why a run ends, is to notice first
-)
+# of the driver's patience: the driver, which reports why a run ends, is to notice first
+_WORKER_FACTOR = 2.0
 _CHECKS = 30  # in that time
 
 

@@ -180,8 +180,7 @@ def _checked_plain_state(name: str, state: dict[str, Any]) -> dict[str, Any]:
     if not same:
         raise CheckpointError(
             f"role {name!r}: state() gave {str(state)[:200]}: expected tensors somewhere in it, or "
-            "finite numbers, "
-            "texts, lists and mappings by text alone"
+            "finite numbers, texts, lists and mappings by text alone"
         )
     return state
 

@@ -109,8 +109,7 @@ def test_text_in_full():
         f"far {here}:plain learn make prompt_ids, prompt -> -",
         f"join {here}:plain gen near, far prompt_ids -> -, saved as 'rollouts'",
         "w0, w1 make (from data; to far) > near (statistics to join) > far (from make; to join) > "
-        "join (from far;"
-        " saves rollouts)",
+        "join (from far; saves rollouts)",
         "w2 far (from make; to join)",
         "make -> near 64 anywhere local - -",
         "make -> far 64 grouped w0, w1 -> w0..w2 (3) <= 27.7 kB prompt?, prompt_ids",

@@ -33,9 +33,8 @@ from siirl_dask.planner import Edge
 logger = logging.getLogger("siirl_dask.coordinator")
 _MAX_ROWS = 2**20  # rows in a message: a peer that sends more of them, all empty, is refused
 _MAX_ROW_ID = 2**62
-_MAX_MESSAGE = (
-    64  # times the bytes that are worth a message: a message of long rows may have so many
-)
+# times the bytes that are worth a message: a message of long rows may have so many
+_MAX_MESSAGE = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,8 @@ from siirl_dask.errors import NodeError, PeerError
 from siirl_dask.planner import Edge
 from siirl_dask.schema import GROUP_ID, ROW_ID
 
-_FULL_MESSAGE = (
-    16  # times the bytes that are worth a message: its time on a link delays what is urgent
-)
+# times the bytes that are worth a message: its time on a link delays what is urgent
+_FULL_MESSAGE = 16
 _Fingerprint = tuple[int, int]  # elements of a row in a column, and the checksum of their bytes
 
 
@@ -168,9 +167,8 @@ class EarlyRows:
                 if at is None or _fingerprint_at(columns[name], at) != fingerprint:
                     raise NodeError(
                         f"node {node!r} handed over row {row} early and gave another {name!r} for "
-                        "it in its table: "
-                        "a row that is handed over (Context.hand_over) must be in the table "
-                        "unchanged"
+                        "it in its table: a row that is handed over (Context.hand_over) must be "
+                        "in the table unchanged"
                     )
 
     def _take(self, queue: _Queue, limit: int) -> list[tuple[int, Mapping[str, RaggedColumn]]]:
