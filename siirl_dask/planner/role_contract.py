@@ -69,6 +69,12 @@ Only then does a node of the role gain by beginning with finished rows (``@colum
 """
 
 
+Specs = Callable[[Mapping[str, Any]], Mapping[str, object]]
+"""``(options) -> {text: object}``: objects of the user's own that options of a builder name, by the
+texts that name them. They travel to the workers, which may be unable to import them.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Declared:
     """The declaration that ``@builds`` puts on a builder."""
@@ -77,6 +83,7 @@ class Declared:
     provides: frozenset[str]
     groups: Groups | None
     beside: Beside | None
+    specs: Specs | None
 
 
 def builds(
@@ -85,15 +92,16 @@ def builds(
     provides: Iterable[str] = (),
     groups: Groups | None = None,
     beside: Beside | None = None,
+    specs: Specs | None = None,
 ) -> Callable[[_F], _F]:
     """Declare beside a role's builder how it is checked, and what it costs, before a run starts.
 
     ``provides`` are capabilities that all its roles have (see ``RoleCost.provides``); ``preflight``
     may add more. ``groups`` tells which of its ranks belong on one host; None: each rank stands for
     itself. ``beside`` tells whether it works on rows while its worker does something else; None: it
-    does not.
+    does not. ``specs`` loads the user's objects that its options name; None: they name none.
     """
-    declared = Declared(preflight, frozenset(provides), groups, beside)
+    declared = Declared(preflight, frozenset(provides), groups, beside, specs)
 
     def attach(fn: _F) -> _F:
         fn.__builds__ = declared  # type: ignore[attr-defined]
@@ -124,6 +132,14 @@ def groups_of(build: Callable[..., Any], workers: int) -> dict[str, int]:
     return {
         key: size for key, size in declared.groups(options_of(build), workers).items() if size > 1
     }
+
+
+def specs_of(build: Callable[..., Any]) -> Mapping[str, object]:
+    """Return the user's objects that the options of a role's builder name, loaded here."""
+    declared: Declared | None = getattr(bare(build), "__builds__", None)
+    if declared is None or declared.specs is None:
+        return {}
+    return declared.specs(options_of(build))
 
 
 def works_beside(build: Callable[..., Any]) -> bool:

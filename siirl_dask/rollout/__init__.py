@@ -42,6 +42,7 @@ from siirl_dask.rollout.specs import (
     Installation,
     check_passed_over,
     engine_spec,
+    own_specs,
 )
 
 __all__ = [
@@ -71,7 +72,7 @@ __all__ = [
 ]
 
 
-@builds(preflight=check_engine, groups=engine_groups)
+@builds(preflight=check_engine, groups=engine_groups, specs=own_specs)
 def build_engine(
     device: Device,
     rank: Rank,

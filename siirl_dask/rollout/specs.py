@@ -294,6 +294,14 @@ def engine_spec(engine: str) -> EngineSpec:
     return load_named_spec("rollout.engine", engine, EngineSpec)
 
 
+def own_specs(options: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the spec of a role's ``rollout``, by its text, where it is the user's own."""
+    rollout: RolloutConfig | None = options.get("rollout")
+    if rollout is None or ":" not in rollout.engine:
+        return {}
+    return {rollout.engine: engine_spec(rollout.engine)}
+
+
 def check_passed_over(rollout: RolloutConfig) -> None:
     """Raise ConfigError for options that an engine alone reads which ``auto`` passes over, since it
     is not installed here.

@@ -28,6 +28,7 @@ from siirl_dask.training.specs import (
     TrainerMemory,
     TrainerSpec,
     needed,
+    own_specs,
     trainer_spec,
 )
 from siirl_dask.training.trainer import (
@@ -80,7 +81,7 @@ __all__ = [
 ]
 
 
-@builds(preflight=check_trainer, groups=trainer_groups)
+@builds(preflight=check_trainer, groups=trainer_groups, specs=own_specs)
 def build_trainer(
     device: Device,
     rank: Rank,
@@ -116,7 +117,7 @@ def build_trainer(
     return _built(trainer_spec(trainer.backend).build_policy, request, "policy")
 
 
-@builds(preflight=check_reference, groups=trainer_groups)
+@builds(preflight=check_reference, groups=trainer_groups, specs=own_specs)
 def build_reference(
     device: Device,
     rank: Rank,
@@ -140,7 +141,7 @@ def build_reference(
     return _built(trainer_spec(trainer.backend).build_reference, request, "reference")
 
 
-@builds(preflight=check_critic, groups=trainer_groups)
+@builds(preflight=check_critic, groups=trainer_groups, specs=own_specs)
 def build_critic(
     device: Device,
     rank: Rank,

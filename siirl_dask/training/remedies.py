@@ -14,7 +14,7 @@ from dataclasses import replace
 from siirl_dask.config import Backend, OptimizerName, TrainerConfig
 from siirl_dask.planner import Footprint, Remedy
 from siirl_dask.training.memory import ModelOnWorkers, footprint
-from siirl_dask.training.specs import trainer_spec
+from siirl_dask.training.specs import TRAINERS, trainer_spec
 
 _BUSY_TOKENS = 4096  # of a micro-batch that keeps a device busy
 _PARTS = 8  # of the tokens of a micro-batch; the largest number of them that fits is proposed
@@ -67,7 +67,10 @@ def _changes(
     reads = trainer_spec(model.trainer.backend).reads
     if not reads >= _TURNED:
         return
-    has_offload = "fsdp" in reads or model.memory.shards_with == Backend.fsdp
+    shards_with = model.memory.shards_with
+    if model.trainer.backend not in TRAINERS:  # its own options mean nothing to another backend
+        shards_with = None
+    has_offload = Backend.fsdp in (model.trainer.backend, shards_with)
     split = model.trainer.fsdp.tensor_parallel > 1
     if model.learns and not model.trainer.gradient_checkpointing:
         part = model.tokens // _PARTS
@@ -86,12 +89,12 @@ def _changes(
             break
         model = smaller
         yield f"{key}.max_tokens_per_micro_batch={half}", model
-    if model.memory.shards_with is not None and model.ranks > 1:
-        model = changed(backend=model.memory.shards_with)
+    if shards_with is not None and model.ranks > 1:
+        model = changed(backend=shards_with)
         yield f"{key}.backend={model.trainer.backend}", model
     given = model.trainer.park
     if has_offload and not model.trainer.fsdp.offload and not split:
-        alone = "" if model.memory.shards_with is None else f"{key}.backend=fsdp "
+        alone = "" if shards_with is None else f"{key}.backend=fsdp "
         model = changed(
             backend=Backend.fsdp, park=False, fsdp=replace(model.trainer.fsdp, offload=True)
         )

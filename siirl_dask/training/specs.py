@@ -148,9 +148,10 @@ class TrainerSpec:
     checked by the builders."""
     division: Callable[[TrainerConfig, int], Division] = _whole
     """Function that returns how model and rows are divided among a role's number of workers."""
-    reads: frozenset[str] = TRAINER_KEYS
-    """Keys of ``trainer`` that the backend goes by; a run that sets another one is refused. Of a
-    shipped backend the configuration says more: its options are checked where that is made."""
+    reads: frozenset[str]
+    """Keys of ``trainer`` that the backend goes by; a run that sets another one is refused.
+    ``siirl_dask.config.agents.OPTIMIZING`` are those that ``Learner`` reads. Of a shipped backend
+    the configuration says more: its options are checked where that is made."""
     sees_images: bool = False
     """Whether models see the images of rows."""
     replays_routes: bool = False
@@ -178,6 +179,14 @@ def trainer_spec(backend: str) -> TrainerSpec:
     no TrainerSpec.
     """
     return load_named_spec("trainer.backend", TRAINERS.get(backend, backend), TrainerSpec)
+
+
+def own_specs(options: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the spec of a role's ``trainer``, by its text, where it is the user's own."""
+    trainer: TrainerConfig | None = options.get("trainer")
+    if trainer is None or trainer.backend in TRAINERS:
+        return {}
+    return {trainer.backend: trainer_spec(trainer.backend)}
 
 
 def division_of(trainer: TrainerConfig, workers: int) -> Division:

@@ -29,7 +29,8 @@ from siirl_dask.errors import PlanError, RunError
 from siirl_dask.models.remote import RemoteModel
 from siirl_dask.pickling import dumps
 from siirl_dask.planner import Footprint, Plan, PlanInputs
-from siirl_dask.planner.spec.names import loaded_specs, receive_specs
+from siirl_dask.planner.role_contract import specs_of
+from siirl_dask.planner.spec.names import receive_specs
 from siirl_dask.worker.data_plane import DataSettings
 from siirl_dask.worker.roles.role_state import ResumeFrom, StateStore
 
@@ -156,12 +157,16 @@ def serialize_phases(phases: Phases) -> bytes:
     own are included by value.
 
     This is one explicit dump, since Dask would pickle them by reference. PlanError when a function,
-    option or module cannot be pickled.
+    option or module cannot be pickled, ConfigError when one that an option names cannot be loaded.
     """
     inputs = {phase: (PlanInputs.of(plan), dataset) for phase, (plan, dataset) in phases.items()}
+    specs: dict[str, object] = {}
+    for plan, _ in phases.values():
+        for role in plan.dag.roles:
+            specs.update(specs_of(role.build))
     with _by_value(_own_modules()):
         try:
-            return dumps((inputs, loaded_specs()))
+            return dumps((inputs, specs))
         except Exception as error:  # an object of the user's may raise anything when it is pickled
             raise PlanError(
                 "the nodes and roles cannot be sent to the workers: a function, an option or a "

@@ -10,7 +10,7 @@ from siirl_dask.config import Config, Engine, RolloutConfig, Sampler
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import Role
-from siirl_dask.planner.spec.names import loaded_specs
+from siirl_dask.planner.role_contract import specs_of
 from siirl_dask.rollout import (
     Abilities,
     EngineInputs,
@@ -96,11 +96,10 @@ ROLLOUT = RolloutConfig(engine=f"{__name__}:SPEC")
 
 
 def test_the_spec_of_an_engine_of_ones_own_travels_to_the_workers_and_that_of_a_shipped_one_does_not():
-    assert engine_spec(ROLLOUT.engine) is SPEC
-    engine_spec("transformers")
-    sent = loaded_specs()
-    assert sent[ROLLOUT.engine] is SPEC
-    assert not [name for name in sent if name.startswith("siirl_dask")]
+    role = Role("rollout", build_with(ROLLOUT))
+    assert specs_of(role.build) == {ROLLOUT.engine: SPEC}
+    assert specs_of(built_when_used(role).build) == {ROLLOUT.engine: SPEC}
+    assert specs_of(build_with(RolloutConfig())) == {}
 
 
 def build_with(rollout):

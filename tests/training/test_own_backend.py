@@ -5,6 +5,7 @@ checked by name.
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,18 @@ from siirl_dask.config import ImagesConfig, ModelConfig, RolloutConfig, TrainerC
 from siirl_dask.config.file import shipped
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
+from siirl_dask.planner import Role
+from siirl_dask.planner.role_contract import specs_of
+from siirl_dask.planner.spec.names import receive_specs
 from siirl_dask.testing.trainers import TrainerTests
-from siirl_dask.training import RoleRequest, Trainer, check_trainer, trainer_spec
+from siirl_dask.training import (
+    RoleRequest,
+    Trainer,
+    build_trainer,
+    check_trainer,
+    trainer_spec,
+)
+from siirl_dask.worker.roles.lazy_role import built_when_used
 from tests.settings import digits_overrides
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
@@ -191,3 +202,38 @@ def test_a_spec_is_not_imported_before_its_name_is_whole(written):
     (written / "harmful.py").write_text("raise SystemError")
     with pytest.raises(ConfigError, match="names no TrainerSpec"):
         trainer_spec("harmful:SP-EC")
+
+
+def test_settings_that_need_less_memory_are_its_own_and_no_other_backends(written, digits_config):
+    reading = (
+        'reads=frozenset({*OPTIMIZING, "gradient_checkpointing", "max_tokens_per_micro_batch", '
+    )
+    text = SOURCE.replace("reads=frozenset({*OPTIMIZING, ", reading)
+    assert text != SOURCE
+    (written / "my_trainer.py").write_text(text)
+    trainer = TrainerConfig(backend="my_trainer:SPEC", backend_options={"attention": "eager"})
+    cost = check_trainer({"trainer": trainer}, ["w0", "w1"], digits_config)
+    settings = [remedy.setting for remedy in cost.device.remedies]
+    assert settings
+    assert not [each for each in settings if "backend" in each or "offload" in each]
+
+
+def test_specs_of_its_roles_are_sent_also_where_they_are_built_when_used(written):
+    trainer = TrainerConfig(backend="my_trainer:SPEC")
+    build = partial(build_trainer, model=ModelConfig(path="m"), rollout=RolloutConfig())
+    role = Role("policy", partial(build, trainer=trainer))
+    spec = trainer_spec("my_trainer:SPEC")
+    assert specs_of(role.build) == {"my_trainer:SPEC": spec}
+    assert specs_of(built_when_used(role).build) == {"my_trainer:SPEC": spec}
+    assert specs_of(partial(build, trainer=TrainerConfig())) == {}
+
+
+def test_a_run_gets_no_spec_of_an_earlier_one(written):
+    try:
+        receive_specs({"gone:SPEC": trainer_spec("torch")})
+        assert trainer_spec("gone:SPEC") is trainer_spec("torch")
+        receive_specs({})
+        with pytest.raises(ConfigError, match="there is no module 'gone'"):
+            trainer_spec("gone:SPEC")
+    finally:
+        receive_specs({})

@@ -145,8 +145,9 @@ async def _prepare_processes() -> None:
 def _common_settings(config: Config) -> dict[str, object]:
     """Return Dask's settings for any cluster that a run starts."""
     environment: dict[str, object] = dict(dask.config.get("distributed.nanny.pre-spawn-environ"))
-    for name, value in process_environment(config.rollout.engine).items():
-        environment[name] = os.environ.get(name, value)
+    for rollout in (config.rollout, *(agent.rollout for agent in config.agents.values())):
+        for name, value in process_environment(rollout.engine).items():
+            environment[name] = os.environ.get(name, value)
     is_offline = not config.model.path.startswith(HUB)
     environment["OMP_NUM_THREADS"] = config.cluster.threads
     environment["TOKENIZERS_PARALLELISM"] = "false"

@@ -22,10 +22,8 @@ from typing import Any, TypeVar
 from siirl_dask.errors import ConfigError, PlanError, did_you_mean
 
 T = TypeVar("T")
-_PACKAGE = re.compile(r"siirl_dask[.:]")  # begins the name of what every worker has
 # for anything else no module is imported: commands/analyze.py looks for such names
 _NAME = re.compile(r"\w+")
-_loaded: dict[str, object] = {}
 _received: dict[str, object] = {}
 
 
@@ -49,28 +47,21 @@ def load_named_spec(key: str, text: str, kind: type[T]) -> T:
     ConfigError, with the nearest spelling, if there is none, or if importing it fails.
     """
     found = _received.get(text)
-    if not isinstance(found, kind):
-        try:
-            found = _find(text, kind.__name__, lambda one: isinstance(one, kind))
-        except PlanError as error:
-            raise ConfigError(f"{key}: {error}") from error
-        assert isinstance(found, kind)
-    if not _PACKAGE.match(text):
-        _loaded[text] = found
+    if isinstance(found, kind):
+        return found
+    try:
+        found = _find(text, kind.__name__, lambda one: isinstance(one, kind))
+    except PlanError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    assert isinstance(found, kind)
     return found
 
 
-def loaded_specs() -> dict[str, object]:
-    """Return the objects outside of this package that ``load_named_spec`` has found here, by the
-    texts that name them: workers, which may be unable to import them, get them with the plan.
-    """
-    return dict(_loaded)
-
-
 def receive_specs(specs: Mapping[str, object]) -> None:
-    """Let ``load_named_spec`` find ``specs``, which ``loaded_specs`` gave in another process, by
-    their texts.
+    """Let ``load_named_spec`` find ``specs``, which the run's driver has sent, by the texts that
+    name them, and none of an earlier run's.
     """
+    _received.clear()
     _received.update(specs)
 
 

@@ -195,6 +195,7 @@ FSDP = TrainerSpec(
     build_critic=partial(_critic, _sharded),
     check=_check_fsdp,
     division=_divided_by_fsdp,
+    reads=TRAINER_KEYS,
     sees_images=True,
     replays_routes=True,
     scores_averages=True,

@@ -11,7 +11,7 @@ from typing import Any
 
 from siirl_dask.context import Device, Rank, Sleeps, StandIn, memory_of
 from siirl_dask.planner import Role, RoleCost, builds
-from siirl_dask.planner.role_contract import provides_of
+from siirl_dask.planner.role_contract import provides_of, specs_of
 from siirl_dask.worker.roles.role_state import (
     ResumeFrom,
     RoleStates,
@@ -57,7 +57,11 @@ def _preflight(options: Mapping[str, Any], workers: Sequence[str], config: objec
     return RoleCost(memory=0, provides=provides_of(options["build"]))
 
 
-@builds(preflight=_preflight)
+def _specs(options: Mapping[str, Any]) -> Mapping[str, object]:
+    return specs_of(options["build"])
+
+
+@builds(preflight=_preflight, specs=_specs)
 def build_when_used(
     device: Device,
     rank: Rank,
