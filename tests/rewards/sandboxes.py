@@ -41,7 +41,7 @@ from siirl_dask.rewards.code_execution import sandbox
 for line in sys.stdin:
     name, arguments, limits = json.loads(line)
     try:
-        print(json.dumps(getattr(sandbox, name)(*arguments, sandbox.Limits(**limits))), flush=True)
+        print(json.dumps(getattr(sandbox, name)(*arguments, sandbox.SandboxLimits(**limits))), flush=True)
     except Exception as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
 """  # without the packages around the sandbox: another user's Python has none of what those import

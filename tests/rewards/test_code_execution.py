@@ -246,8 +246,8 @@ time.sleep(60)
 
 
 RUNS_LONG = """
-from siirl_dask.rewards.code_execution.sandbox import Limits, output
-output("import time; time.sleep(60)", "", Limits(seconds=60.0))
+from siirl_dask.rewards.code_execution.sandbox import SandboxLimits, output
+output("import time; time.sleep(60)", "", SandboxLimits(seconds=60.0))
 """
 
 

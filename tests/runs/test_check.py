@@ -32,7 +32,7 @@ from siirl_dask.observe import (
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.check import PartState, check_run
-from siirl_dask.runs.checkpoint_state import PartState as RunState
+from siirl_dask.runs.checkpoint_state import CheckpointState as RunState
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import write_identity
 from siirl_dask.runs.identity_file import DueTable
