@@ -94,7 +94,7 @@ def _changes(
         yield f"{key}.backend={model.trainer.backend}", model
     given = model.trainer.park
     if has_offload and not model.trainer.fsdp.offload and not split:
-        alone = "" if shards_with is None else f"{key}.backend=fsdp "
+        alone = "" if model.trainer.backend == Backend.fsdp else f"{key}.backend=fsdp "
         model = changed(
             backend=Backend.fsdp, park=False, fsdp=replace(model.trainer.fsdp, offload=True)
         )
