@@ -51,8 +51,8 @@ LIMITS = {
     "siirl_storage": (0, 0, 0, 8, 11, 1),
     "tasks": (1, 0, 0, 0, 0, 0),
     "testing": (0, 0, 0, 3, 13, 7),
-    "training": (0, 0, 0, 41, 20, 7),
-    "views": (0, 0, 1, 16, 7, 0),
+    "training": (0, 0, 0, 39, 20, 7),
+    "views": (0, 0, 0, 5, 4, 0),
     "worker": (0, 0, 0, 0, 0, 0),
 }
 """Counts of each habit, by room: as many as there are. The modules outside rooms are the room

@@ -120,7 +120,9 @@ def _critic(lay: Lay, request: RoleRequest) -> Critic:
 
 def _parks(request: RoleRequest) -> bool:
     """Return whether the model can wait in the host's memory: on a CPU it is always there."""
-    return request.trainer.park and request.device.kind is not DeviceKind.CPU
+    if request.device.kind is DeviceKind.CPU:
+        return False
+    return request.trainer.park
 
 
 def _step_cores(request: RoleRequest) -> int:
@@ -138,7 +140,7 @@ def _check_fsdp(trainer: TrainerConfig, model: ModelConfig, workers: int) -> Non
 
 def _divided_by_fsdp(trainer: TrainerConfig, workers: int) -> Division:
     fsdp = trainer.fsdp
-    shards = fsdp.shard_size or workers
+    shards = workers if fsdp.shard_size is None else fsdp.shard_size
     groups = {"trainer.fsdp.shard_size": shards} if fsdp.tensor_parallel == 1 else {}
     groups["trainer.fsdp.sequence_parallel"] = fsdp.sequence_parallel
     groups["trainer.fsdp.tensor_parallel"] = fsdp.tensor_parallel

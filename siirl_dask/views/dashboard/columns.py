@@ -23,10 +23,8 @@ def numbers(values: Iterable[float]) -> NDArray[np.float64]:
 def show_columns(source: ColumnDataSource, data: Columns) -> None:
     """Give ``source`` these columns, and viewers those of them that are new."""
     held = source.data
-    same_rows = held.keys() == data.keys() and all(
-        len(held[name]) == len(column) for name, column in data.items()
-    )
-    if not same_rows:
+    sizes = {name: len(column) for name, column in held.items()}
+    if sizes != {name: len(column) for name, column in data.items()}:
         source.data = dict(data)
     elif changed := {
         name: column for name, column in data.items() if not _same(held[name], column)
@@ -35,6 +33,8 @@ def show_columns(source: ColumnDataSource, data: Columns) -> None:
 
 
 def _same(old: Any, new: Any) -> bool:
-    if isinstance(old, np.ndarray) or isinstance(new, np.ndarray):
-        return type(old) is type(new) and np.array_equal(old, new)
-    return bool(old == new)
+    if not isinstance(old, np.ndarray) and not isinstance(new, np.ndarray):
+        return bool(old == new)
+    if type(old) is not type(new):
+        return False
+    return bool(np.array_equal(old, new))

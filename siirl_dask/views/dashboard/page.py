@@ -261,7 +261,9 @@ class Page:
 
 def _state_of(run: LiveRun, member: str, worker: Any, reading: Reading) -> WorkerState:
     metrics = worker.metrics
-    spilled = metrics.get("spilled_bytes") or {}
+    spilled = metrics.get("spilled_bytes")
+    if not spilled:
+        spilled = {}
     return WorkerState(
         worker=member,
         host=str(worker.host),
@@ -314,9 +316,9 @@ def _read_whole(url: str, step: int, row_id: int, tokenizer: str) -> Seen | None
     sample = whole_sample(url, step, row_id)
     if sample is None:
         return None
-    parts = [sample.token_ids[span.start : span.stop] for span in sample.spans] or [
-        sample.token_ids
-    ]
+    parts = [sample.token_ids]
+    if sample.spans:
+        parts = [sample.token_ids[span.start : span.stop] for span in sample.spans]
     pictures = StoredPromptImages(url, thumbnails=True, most=_PICTURES).of(sample.origin)
     return Seen(sample, pieces(tokenizer, parts), pictures)
 

@@ -16,7 +16,7 @@ from bokeh.plotting import figure
 from siirl_dask.observe.trace.trace_table import in_order
 from siirl_dask.trace import Lane
 from siirl_dask.views.dashboard.columns import Columns, numbers, show_columns
-from siirl_dask.views.dashboard.live import IDLE, Live
+from siirl_dask.views.dashboard.live import IDLE, Live, Stay
 from siirl_dask.views.dashboard.style import (
     CRITICAL,
     OWN,
@@ -92,8 +92,9 @@ class TimelinePanel:
             text="", name="timeline remark", stylesheets=[TEXTS], sizing_mode="stretch_width"
         )
         self._key = Div(text="", stylesheets=[TEXTS], sizing_mode="stretch_width")
-        parts = (self._told, self._past, self._key, self._now)
-        self.root = column(*parts, sizing_mode="stretch_width")
+        self.root = column(
+            self._told, self._past, self._key, self._now, sizing_mode="stretch_width"
+        )
 
     @property
     def figures(self) -> list[figure]:
@@ -131,7 +132,7 @@ class TimelinePanel:
             "step": numbers(bar.step for bar in bars),
         }
         self._lanes.factors = list(reversed(past.workers))
-        self._window.end = past.seconds or 1
+        self._window.end = past.seconds if past.seconds else 1
         self._past.height = 60 + _PIXELS * max(1, len(past.workers))
         self._bars.data = data
         path = [one for one in past.critical if one.worker in places]
@@ -157,9 +158,7 @@ class TimelinePanel:
                 WAIT if stay.waits or stay.place == IDLE else colour_of(stay.place, nodes)
                 for _, stay in stays
             ],
-            "alpha": numbers(
-                0.15 if stay.waits else 0.05 if stay.place == IDLE else 0.95 for _, stay in stays
-            ),
+            "alpha": numbers(_opacity(stay) for _, stay in stays),
             "hatch": ["right_diagonal_line" if stay.waits else " " for _, stay in stays],
             "name": [stay.place for _, stay in stays],
             "seconds": numbers(stay.end - stay.start for _, stay in stays),
@@ -228,6 +227,13 @@ def _places(workers: Sequence[str]) -> dict[str, float]:
     lowest one on.
     """
     return {worker: len(workers) - number - 0.5 for number, worker in enumerate(workers)}
+
+
+def _opacity(stay: Stay) -> float:
+    """Return how opaque a stay is drawn: faint where the worker does nothing."""
+    if stay.waits:
+        return 0.15
+    return 0.05 if stay.place == IDLE else 0.95
 
 
 def _colour(bar: Bar, nodes: Sequence[str]) -> str:

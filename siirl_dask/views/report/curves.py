@@ -57,7 +57,8 @@ def _headlines(runs: Sequence[RunFacts]) -> dict[_Metric, str]:
 
 def _curves(runs: Sequence[RunFacts], metric: _Metric) -> list[Curve]:
     """Return a curve of each run that logged the metric, in the run's colour."""
-    logged = {number: series_of(run.records, *metric) for number, run in enumerate(runs)}
+    phase, name = metric
+    logged = {number: series_of(run.records, phase, name) for number, run in enumerate(runs)}
     return [
         Curve(runs[number].label, thin(series, MOST_POINTS), newest=series[-1][1], number=number)
         for number, series in logged.items()

@@ -224,9 +224,10 @@ def picture(run: RunFacts) -> str:
     measured = run.timing.measured if run.timing else None
     dag = Drawable.of(run.dag, measured)
     if dag is None:
-        return (
-            _missing(run, "DAG") or '<p class="note">The run recorded no DAG that can be drawn.</p>'
-        )
+        missing = _missing(run, "DAG")
+        if missing:
+            return missing
+        return '<p class="note">The run recorded no DAG that can be drawn.</p>'
     told = (
         "Seconds are those of the slowest worker in an average training step, without its waits; "
         "bold arrows carry bytes between workers."
@@ -298,10 +299,11 @@ def _starts(run: RunFacts) -> str:
         )
         for one in run.starts
     ]
-    told = _missing(run, "starts") if not rows else ""
-    return told or "<h4>starts and restarts</h4>" + table(
-        ("number", "time", "host", "steps that count"), rows, texts=(1, 2, 3)
-    )
+    missing = "" if rows else _missing(run, "starts")
+    if missing:
+        return missing
+    heads = ("number", "time", "host", "steps that count")
+    return "<h4>starts and restarts</h4>" + table(heads, rows, texts=(1, 2, 3))
 
 
 def _between(steps: list[int]) -> str:

@@ -78,7 +78,8 @@ def conversation(sample: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the utterances of a sample of several turns: kind, who, text, turn, reward. None
     for other samples.
     """
-    return sample.get(CONVERSATION) or ()
+    utterances = sample.get(CONVERSATION)
+    return utterances if utterances else ()
 
 
 def speaker(utterance: Mapping[str, Any]) -> str:
@@ -87,16 +88,18 @@ def speaker(utterance: Mapping[str, Any]) -> str:
     """
     who = printable(str(utterance["who"]))
     parts = [f"{who} calls a tool" if utterance["kind"] == UtteranceKind.CALL else who]
-    parts += [f"turn {utterance['turn']}"] if utterance["turn"] is not None else []
-    parts += (
-        [f"reward {cell('reward', utterance['reward'])}"] if utterance["reward"] is not None else []
-    )
+    if utterance["turn"] is not None:
+        parts.append(f"turn {utterance['turn']}")
+    if utterance["reward"] is not None:
+        parts.append(f"reward {cell('reward', utterance['reward'])}")
     return ", ".join(parts)
 
 
 def reward_parts(sample: Mapping[str, Any]) -> str:
     """Return the parts of a sample's reward, such as ``format 1, correct 0``."""
-    parts = sample.get("reward_parts") or ()
+    parts = sample.get("reward_parts")
+    if not parts:
+        return ""
     return ", ".join(f"{printable(str(name))} {cell('', value)}" for name, value in parts)
 
 

@@ -5,7 +5,7 @@ are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 from rich import box
@@ -67,10 +67,10 @@ def print_answer(console: Console, answer: QueryResult) -> None:
 def _print_table(console: Console, data: pa.Table, *, bars: bool) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for field in data.schema:
-        number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
-        table.add_column(
-            Text(printable(field.name)), justify="right" if number else "left", no_wrap=True
-        )
+        side: Literal["left", "right"] = "left"
+        if pa.types.is_integer(field.type) or pa.types.is_floating(field.type):
+            side = "right"
+        table.add_column(Text(printable(field.name)), justify=side, no_wrap=True)
     head, tail = _ends(data.num_rows)
     rows = [*data.slice(0, head).to_pylist(), *data.slice(data.num_rows - tail).to_pylist()]
     if bars:
@@ -80,7 +80,9 @@ def _print_table(console: Console, data: pa.Table, *, bars: bool) -> None:
         if number == head and tail:
             table.add_row(Text(f"... {data.num_rows - head - tail} more", style="dim"))
         cells = [Text(cell(name, value)[:_CELL]) for name, value in row.items()]
-        table.add_row(*cells, *([Text("█" * round(_BAR * row["samples"] / most))] if bars else []))
+        if bars:
+            cells.append(Text("█" * round(_BAR * row["samples"] / most)))
+        table.add_row(*cells)
     needed = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
     width = console.width
     console.width = max(width, needed)  # rich would cut numbers
@@ -193,7 +195,9 @@ def pictures_in_words(sample: Mapping[str, Any]) -> str:
     """Return ``[2 images: 640x480 JPEG, 16x24 PNG]``, and in a line each what cannot be shown;
     empty without images.
     """
-    pictures = sample.get(PICTURES) or ()
+    pictures = sample.get(PICTURES)
+    if not pictures:
+        return ""
     kinds = [one["kind"] for one in pictures if one["problem"] is None]
     problems = [
         " ".join(printable(one["problem"]).split())

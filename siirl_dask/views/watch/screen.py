@@ -112,8 +112,13 @@ def _curves(look: Look, width: int) -> Table:
         values = [value for _, value in series]
         if not values or not is_shown(name, values):
             continue
-        ends = number(min(values)), number(max(values))
-        table.add_row(title.partition(" (")[0], number(values[-1]), sparkline(series, width), *ends)
+        table.add_row(
+            title.partition(" (")[0],
+            number(values[-1]),
+            sparkline(series, width),
+            number(min(values)),
+            number(max(values)),
+        )
     return table
 
 
