@@ -16,7 +16,7 @@ QUIETLY := --quiet --disable-pip-version-check
 LAZILY := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 
 SINCE ?=
-.PHONY: install quickstart check test test-gpu gpu-bundle test-slow test-oldest sweep lint
+.PHONY: install quickstart docs check test test-gpu gpu-bundle test-slow test-oldest sweep lint
 
 install: $(STAMP)
 
@@ -28,6 +28,11 @@ $(STAMP): pyproject.toml
 
 quickstart: install
 	$(BIN)/siirl-dask quickstart
+
+# The pages of docs/ as a site, in build/site; a link that leads nowhere ends it.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "the site is in build/site: open build/site/index.html"
 
 lint: install
 	$(BIN)/ruff check

@@ -85,6 +85,14 @@ def _add_import(command: argparse.ArgumentParser) -> None:
         help="add a column: answer=reward_model.truth:text",
     )
     command.add_argument(
+        "--chat",
+        metavar="PATH",
+        help="make the prompts: each text of PATH as a user's message, for the chat template",
+    )
+    command.add_argument(
+        "--system", metavar="TEXT", help="with --chat: a system's message before each user's"
+    )
+    command.add_argument(
         "--type", action="append", default=[], metavar="NAME=TYPE", help="such as answer=text"
     )
     command.add_argument("--select", metavar="A,B", help="the table's columns; default: all")
@@ -140,6 +148,7 @@ def data(chosen: argparse.Namespace) -> None:
 
 
 def _import(chosen: argparse.Namespace) -> None:
+    from siirl_dask.datasets.chat_messages import ChatColumn
     from siirl_dask.datasets.importing import ImportRequest, PromptLengths, import_data
     from siirl_dask.datasets.mapping import ColumnMapping, parse_type
     from siirl_dask.views.dataset_tables import print_import
@@ -159,11 +168,24 @@ def _import(chosen: argparse.Namespace) -> None:
         if name in types:
             raise ConfigError(f"--type {name}={text}: --column {name}=... gives it a type too")
         types[name] = parse_type(text)
+    if chosen.system is not None and chosen.chat is None:
+        raise ConfigError(
+            "--system begins the messages that --chat PATH makes: give --chat as well"
+        )
+    chat = None
+    if chosen.chat is not None:
+        if chosen.prompt in columns:
+            raise ConfigError(
+                f"--column {chosen.prompt}=... and --chat {chosen.chat}: both make the column "
+                f"{chosen.prompt!r}; leave one out, or name another with --prompt"
+            )
+        chat = ChatColumn(name=chosen.prompt, path=chosen.chat, system=chosen.system)
     mapping = ColumnMapping(
         columns=columns,
         types=types,
         select=None if chosen.select is None else _names("--select", chosen.select),
         drop=() if chosen.drop is None else _names("--drop", chosen.drop),
+        chat=chat,
     )
     prompts = None
     if chosen.tokenizer is not None:
@@ -259,6 +281,8 @@ def _show_first_prompt(
         )
     )
     console.print(Text(prompt.text), soft_wrap=True)
+    if prompt.remark:
+        console.print(Text(f"\n{prompt.remark}"), soft_wrap=True)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from siirl_dask.commands.hosts import describe_hosts, links_as_data, place_workers
@@ -103,11 +104,7 @@ def describe_run(
             memory = [_memory_as_data(one) for one in checked.memory]
             device = {} if accelerator is None else {"devices": _cards_as_data(accelerator, cards)}
             time = {} if seconds is None else {"time": seconds.as_data()}
-            shows = (
-                {}
-                if prompt is None
-                else {"first_prompt": {"text": prompt.text, "tokens": prompt.tokens}}
-            )
+            shows = {} if prompt is None else {"first_prompt": asdict(prompt)}
             train, _ = phases[Phase.TRAIN]
             where = (
                 {}
@@ -133,6 +130,8 @@ def describe_run(
             f"{'it' if prompt.tokens == 1 else 'them'}"
         )
         texts.append(f"== first prompt ==\n\n{told}\n{prompt.text}")
+        if prompt.remark:
+            texts.append(f"note: {prompt.remark}")
     if worker_devices is not None:
         texts.append(
             f"== topology ==\n\n{describe_worker_devices(worker_devices, phases[Phase.TRAIN][0])}"
@@ -180,8 +179,9 @@ def _devices(memory: int | None, cards: Cards) -> str:
         roles = next(iter(workers.values()))
         groups[label.partition(" ")[2]] = (", ".join(roles), roles)
     title = (
-        "With an accelerator for each worker: it fits, with so many rows at once, or needs more "
-        "than there is. --device-memory 80GB shows the parts, and what to change"
+        "What a worker needs of accelerators of several sizes: the run fits, with the number of "
+        "rows that can be generated at once, or more is needed than there is. "
+        "--device-memory 80GB shows the parts, and what to change"
     )
     return f"== device memory ==\n\n{title}\n{summary(groups)}"
 

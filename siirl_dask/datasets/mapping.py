@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from siirl_dask.datasets.casting import cast, first_unfit
+from siirl_dask.datasets.chat_messages import MESSAGES, ChatColumn, as_messages
 from siirl_dask.datasets.column_paths import extract, type_at
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
 from siirl_dask.schema import IDENTITY, decoded
@@ -37,6 +38,8 @@ class ColumnMapping:
     """Names of all columns of the table, in its order; None takes all."""
     drop: Sequence[str] = ()
     """Names of columns that the table does not have."""
+    chat: ChatColumn | None = None
+    """A further column, of messages."""
 
     def schema(self, source: pa.Schema, name: str) -> pa.Schema:
         """Return the table's schema for that of a source called ``name``.
@@ -52,6 +55,8 @@ class ColumnMapping:
             column: self._type_of(column, type_at(source, path, name), name)
             for column, path in paths.items()
         }
+        if self.chat is not None and self.chat.name in kinds:
+            kinds[self.chat.name] = self._messages_of(self.chat, source, name)
         if reserved := [column for column in kinds if column in IDENTITY]:
             raise DataError(
                 f"{name!r}: the column {reserved[0]!r} has a name that training needs for itself: "
@@ -70,6 +75,9 @@ class ColumnMapping:
         columns = []
         for one in schema:
             column = extract(table, paths[one.name])
+            if self.chat is not None and one.name == self.chat.name:
+                columns.append(as_messages(column, self.chat.system))
+                continue
             try:
                 columns.append(cast(column, one.type))
             except (pa.ArrowException, ValueError, OverflowError) as error:
@@ -79,6 +87,14 @@ class ColumnMapping:
                     f"in row {row} is no {_name_of(one.type)}: {error!s:.300}"
                 ) from error
         return pa.table(columns, schema=schema)
+
+    def _messages_of(self, chat: ChatColumn, source: pa.Schema, name: str) -> pa.DataType:
+        texts = type_at(source, chat.path, name)
+        if not (pa.types.is_string(texts) or pa.types.is_large_string(texts)):
+            raise DataError(f"{name!r}: --chat {chat.path} makes messages of texts, not of {texts}")
+        if chat.name in self.types:
+            raise DataError(f"--type {chat.name}=...: --chat {chat.path} makes messages of it")
+        return MESSAGES
 
     def _type_of(self, column: str, there: pa.DataType, name: str) -> pa.DataType:
         try:
@@ -92,6 +108,8 @@ class ColumnMapping:
     def _paths(self, source: pa.Schema, name: str) -> dict[str, str]:
         """Return the path in the source of each column of the table."""
         paths = {column: column for column in source.names} | dict(self.columns)
+        if self.chat is not None:
+            paths[self.chat.name] = self.chat.path
         for option, wanted in (("--select", self.select or ()), ("--drop", self.drop)):
             if unknown := [column for column in wanted if column not in paths]:
                 raise DataError(f"{option} {unknown[0]}: {_no_column(unknown[0], paths, name)}")

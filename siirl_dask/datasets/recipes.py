@@ -19,12 +19,12 @@ import pyarrow.compute as pc
 from siirl_storage import join
 
 from siirl_dask.config import Config
+from siirl_dask.datasets.chat_messages import MESSAGES, as_messages
 from siirl_dask.datasets.column_paths import extract
 from siirl_dask.datasets.importing import ROW_GROUP_BYTES, ImportRequest, import_data
 from siirl_dask.datasets.inputs import exists
 from siirl_dask.errors import DataError
 
-_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 _GSM8K = 'Let\'s think step by step and output the final answer after "####".'
 _BOXED = r"Let's think step by step and output the final answer within \boxed{}."
 # as verl's preparation of Geometry3K asks
@@ -108,7 +108,7 @@ def _gsm8k(table: pa.Table) -> pa.Table:
             f"{unmarked[0]!r:.200}"
         )
     answers = [solution.rpartition("####")[2].strip().replace(",", "") for solution in solutions]
-    prompts = _as_messages(table["question"], _GSM8K)
+    prompts = _instructed(table["question"], _GSM8K)
     columns = {
         "answer": pa.array(answers, pa.string()),
         "solution": table["answer"].cast(pa.string()),
@@ -119,14 +119,14 @@ def _gsm8k(table: pa.Table) -> pa.Table:
 def _problems(name: str) -> _Transform:
     def transform(table: pa.Table) -> pa.Table:
         columns = {column: table[column].cast(pa.string()) for column in ("answer", "solution")}
-        return _named(name, _as_messages(table["problem"], _BOXED), columns)
+        return _named(name, _instructed(table["problem"], _BOXED), columns)
 
     return transform
 
 
 def _verl(table: pa.Table) -> pa.Table:
     """Return rows of verl's layout, whose answer is within ``reward_model``."""
-    prompts = pa.array(table["prompt"].to_pylist(), _MESSAGES)
+    prompts = pa.array(table["prompt"].to_pylist(), MESSAGES)
     answers = extract(table, "reward_model.ground_truth").cast(pa.string())
     return pa.table(
         {
@@ -138,7 +138,7 @@ def _verl(table: pa.Table) -> pa.Table:
 
 
 def _geometry3k(table: pa.Table) -> pa.Table:
-    prompts = _as_messages(table["problem"], _THINK)
+    prompts = _instructed(table["problem"], _THINK)
     images = extract(table, "images.bytes").cast(pa.list_(pa.binary()))
     return _named(
         "geometry3k", prompts, {"answer": table["answer"].cast(pa.string()), "images": images}
@@ -161,9 +161,8 @@ def _first_of_each(transform: _Transform) -> _Transform:
     return first
 
 
-def _as_messages(problems: pa.ChunkedArray, instruction: str) -> pa.Array:
-    texts = pc.binary_join_element_wise(problems.cast(pa.string()), instruction, " ").to_pylist()
-    return pa.array([[{"role": "user", "content": text}] for text in texts], _MESSAGES)
+def _instructed(problems: pa.ChunkedArray, instruction: str) -> pa.Array:
+    return as_messages(pc.binary_join_element_wise(problems.cast(pa.string()), instruction, " "))
 
 
 def _named(name: str, prompts: pa.Array, columns: dict[str, pa.Array]) -> pa.Table:

@@ -105,6 +105,19 @@ class HuggingFaceTokenizer:
         return sha256(text.encode()).hexdigest()
 
     @property
+    def untemplated_note(self) -> str:
+        """Return a sentence on prompts that are texts where the model has a chat template; empty
+        where it has none.
+        """
+        if not self._tokenizer.chat_template:
+            return ""
+        return (
+            "prompts are texts, and the model's chat template is for messages alone: a model that "
+            "was trained to chat wants messages, which `siirl-dask data import SRC DEST --chat "
+            "COLUMN` makes of a column of texts"
+        )
+
+    @property
     def special_tokens_note(self) -> str:
         """Return a sentence on the special tokens around prompts that are texts; empty where
         there are none.

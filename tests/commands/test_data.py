@@ -50,6 +50,34 @@ def test_an_import_tells_what_it_has_written(capsys, prompts, digits_task):
     assert open_table("table").to_table(["answer"])["answer"].to_pylist() == ["3", "30", "300"]
 
 
+def test_chat_makes_the_prompts_that_a_chat_model_is_shown(capsys, write):
+    rows = write('{"question": "2+2?", "answer": "4"}', "rows.jsonl")
+    said(capsys, "import", rows, "table", "--chat", "question", "--system", "Be brief.")
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    assert open_table("table").to_table().to_pylist() == [
+        {"question": "2+2?", "answer": "4", "prompt": chat}
+    ]
+    said(
+        capsys, "import", rows, "own", "--chat", "question", "--prompt", "asked", "--drop", "answer"
+    )
+    assert open_table("own").to_table().column_names == ["question", "asked"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--chat", "questoin"], "did you mean 'question'"),
+        (["--chat", "number"], "--chat number makes messages of texts, not of int64"),
+        (["--chat", "question", "--column", "prompt=question"], "both make the column 'prompt'"),
+        (["--chat", "question", "--type", "prompt=text"], "--type prompt=...: --chat question"),
+        (["--system", "Be brief."], "give --chat as well"),
+    ],
+)
+def test_messages_that_cannot_be_made_are_refused(options, reason, capsys, write):
+    rows = write('{"question": "2+2?", "number": 4}', "rows.jsonl")
+    assert reason in refused(capsys, "import", rows, "table", *options)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_show_looks_into_whatever_can_be_imported(kind, capsys, tmp_path):
     (tmp_path / "again").mkdir()

@@ -144,6 +144,7 @@ def test_the_first_prompt_is_what_the_template_makes_of_it_with_its_arguments(
     assert json.loads(capsys.readouterr().out)["first_prompt"] == {
         "text": text,
         "tokens": len(text),
+        "remark": "",
     }
 
 
@@ -196,6 +197,19 @@ def test_special_tokens_around_texts_are_said_once_where_prompts_are_texts(tmp_p
     assert first_prompt(*texts).text == "<s>ab"
     chats = planned(folder, written(tmp_path, [[USER]], ["4"], name="chats.parquet").url)
     assert len(notes_on_long_prompts(*chats)) == 1
+
+
+def test_texts_that_miss_the_models_chat_template_are_remarked_on_and_messages_are_not(
+    tmp_path, model, capsys
+):
+    texts = written(tmp_path, ["2+2?"], ["4"]).url
+    chats = written(tmp_path, [[USER]], ["4"], name="chats.parquet").url
+    remark = "prompts are texts, and the model's chat template is for messages alone"
+    assert any(remark in note for note in notes_on_long_prompts(*planned(model, texts)))
+    assert not any(remark in note for note in notes_on_long_prompts(*planned(model, chats)))
+    for url, remarks in ((texts, 1), (chats, 0)):
+        main(["plan", str(shipped("quickstart")), *settings(model, url)])
+        assert capsys.readouterr().out.count(f"note: {remark}") == remarks
 
 
 def test_arguments_that_the_template_does_not_read_are_refused_by_plan(tmp_path, model):

@@ -41,6 +41,8 @@ class FirstPrompt:
     text: str
     """Its tokens as text, special tokens as well."""
     tokens: int
+    remark: str = ""
+    """A sentence on what the user may have meant otherwise."""
 
 
 def may_be_answered(dag: DAG) -> bool:
@@ -183,7 +185,9 @@ def rendered(
     """
     with named(name):
         ids: Sequence[int] = tokenizer.encode(prompt, continue_answer=continue_answers)
-    return FirstPrompt(shortened(tokenizer.decode(ids, skip_special=False)), len(ids))
+    text = shortened(tokenizer.decode(ids, skip_special=False))
+    remark = tokenizer.untemplated_note if isinstance(prompt, str) else ""
+    return FirstPrompt(text, len(ids), remark)
 
 
 @contextmanager

@@ -98,8 +98,8 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
     measured here.
 
     That is where no node runs ``encode_prompts``, and where the model's tokenizer is not on this
-    machine. Another sentence names the special tokens that texts get. DataError for a prompt that
-    cannot be encoded.
+    machine. Further sentences name the special tokens that texts get, and the chat template that
+    they do not go through. DataError for a prompt that cannot be encoded.
     """
     if not any(bare(node.fn) is encode_prompts for node in plan.dag.nodes):
         return []
@@ -120,8 +120,9 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
         else [""]
     )
     notes = []
-    if tokenizer.special_tokens_note and any(_holds_texts(source) for source in dataset.sources):
-        notes.append(tokenizer.special_tokens_note)
+    if any(_holds_texts(source) for source in dataset.sources):
+        on_texts = (tokenizer.special_tokens_note, tokenizer.untemplated_note)
+        notes += [note for note in on_texts if note]
 
     def encode(prompt: Any) -> Sequence[int]:
         return tokenizer.encode(prompt, continue_answer=config.data.continue_answers)
