@@ -1,4 +1,6 @@
-"""Docstrings are sentences: none begins with a word that leaves its subject to be guessed."""
+"""Docstrings are sentences: none begins with a word that leaves its subject to be guessed. Pages
+avoid words of which a reader has to find the subject.
+"""
 
 import ast
 import re
@@ -32,3 +34,14 @@ def test_no_docstring_begins_with_of_those_that_by_or_what():
         if REFUSED.match(text)
     ]
     assert not refused, "write a sentence with a subject and a verb:\n" + "\n".join(refused)
+
+
+def test_no_page_says_told_or_anew():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in pages
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if re.search(r"\b(told|anew)\b", line.replace("told to end;", ""))
+    ]
+    assert not found, "say who says what to whom, and what happens again:\n" + "\n".join(found)

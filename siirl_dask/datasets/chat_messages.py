@@ -20,7 +20,7 @@ class ChatColumn:
     path: str
     """Path of the texts in the source: see column_paths.py."""
     system: str | None = None
-    """What a system's message before each user's message says; None for no such message."""
+    """Text of a system's message before each user's message; None for no such message."""
 
 
 def as_messages(texts: pa.ChunkedArray, system: str | None = None) -> pa.Array:
