@@ -17,7 +17,7 @@ compute the gradient in float32 before any clipping of its norm: TRL by `GRPOTra
 CURVES = """\
 Thin lines are seeds, thick ones their mean. The two draw their samples by other random numbers, so lines of one seed
 need not run together; the blue and the orange bundle should, and the green one, whose old log-probs are those that the
-engine told when it sampled. The gray one is this package as it draws mini-batches unless it is told otherwise.
+engine gave when it sampled. The gray one is this package as it draws mini-batches by default.
 """
 ALIKE = """\
 **Alike**: the model folder; prompts in the same order; 32 prompts a step with 8 samples each, at temperature 1 and at
