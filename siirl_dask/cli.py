@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+from siirl_dask.commands.chat import add_chat, chat
 from siirl_dask.commands.check import CHECK_EXIT_CODES, check
 from siirl_dask.commands.data import add_data, data
 from siirl_dask.commands.migrate import add_migrate, show_migration
@@ -29,7 +30,7 @@ from siirl_dask.devices import check_plugins
 from siirl_dask.errors import ConfigError, did_you_mean
 
 _EXPORTED = [dtype for dtype in Dtype if dtype is not Dtype.auto]
-_NEED_TORCH = ("run", "plan", "quickstart", "replay", "eval", "export", "unpack")
+_NEED_TORCH = ("run", "plan", "quickstart", "replay", "eval", "chat", "export", "unpack")
 _EVAL_OPTIONS = {
     "n": ("validation.n", "N", "samples per prompt"),
     "k": ("validation.k", "1,4,8", "values of k for pass@k; default: 1 and N"),
@@ -147,6 +148,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         commands.add_parser(
             "eval", help="sample from a run's model or a folder's and score", epilog=EXIT_CODES
         )
+    )
+    add_chat(
+        commands.add_parser("chat", help="talk to a run's model or a folder's", epilog=EXIT_CODES)
     )
     add_data(commands)
     add_migrate(
@@ -345,6 +349,8 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             sys.exit(check(chosen.run))
         case "eval":
             _evaluate(chosen)
+        case "chat":
+            chat(chosen)
         case "data":
             data(chosen)
         case "migrate":

@@ -16,7 +16,6 @@ from pathlib import Path, PurePosixPath
 
 from siirl_storage import join, open_table, set_retry_seconds
 
-from siirl_dask.commands.checkpoint_model import folder_for_workers, write_checkpoint
 from siirl_dask.commands.evaluation_dag import TABLE, Answering, answering_of, evaluation_dag
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_text
@@ -26,13 +25,18 @@ from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.driver.checks.reachable import Unreachable
 from siirl_dask.driver.single_pass import one_pass
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.remote import HUB, is_remote
+from siirl_dask.models.remote import is_remote
 from siirl_dask.nodes.evaluate import SOURCE
 from siirl_dask.nodes.generate import validation_sampling
 from siirl_dask.observe import EvalResult, write_eval_result
 from siirl_dask.planner import DAG, compile_chains
+from siirl_dask.runs.checkpoint_model import (
+    folder_for_workers,
+    is_run_or_model,
+    write_checkpoint,
+)
 from siirl_dask.runs.export import check_unused
-from siirl_dask.runs.reader import Run, is_run
+from siirl_dask.runs.reader import Run
 from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
 from siirl_dask.schema import GROUP_ID
 
@@ -67,7 +71,7 @@ def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
 
     UserError before anything starts.
     """
-    run = _is_run(request)
+    run = is_run_or_model(request.model, request.step)
     step = Run(request.model).checkpoint_step(request.step) if run else None
     out = request.out or _default_out(request, step)
     check_unused(out, "--out")
@@ -127,22 +131,6 @@ def _config(request: EvalRequest, out: str, run: bool) -> Config:
         if run
         else load_text("{}", "the defaults", overrides)
     )
-
-
-def _is_run(request: EvalRequest) -> bool:
-    if not request.model.startswith(HUB) and is_run(request.model):
-        return True
-    if not is_remote(request.model) and not Path(request.model, "config.json").is_file():
-        raise ConfigError(
-            f"{request.model!r} is neither a run, with a config.yaml, nor a Hugging Face folder, "
-            "with a config.json"
-        )
-    if request.step is not None:
-        raise ConfigError(
-            f"{request.model!r} is a Hugging Face folder, and has no step {request.step}: leave "
-            "out --step"
-        )
-    return False
 
 
 def _default_out(request: EvalRequest, step: int | None) -> str:

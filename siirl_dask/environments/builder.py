@@ -238,4 +238,4 @@ def _tokenizer(model: ModelConfig | None, device: Device) -> Any:
     from transformers import AutoTokenizer
 
     path = local_model(model, device).path
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)

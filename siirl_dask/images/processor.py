@@ -103,7 +103,9 @@ class ImageProcessor:
             )
         family = family_of(config, folder)
         with refused_by_name(folder, f"{subject}: its image processor"):
-            own = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+            own = AutoImageProcessor.from_pretrained(
+                folder, backend="pil", local_files_only=True, trust_remote_code=False
+            )
         _check_patches(own, config["vision_config"], subject)
         return cls(own, settings, family, int(config["image_token_id"]))
 

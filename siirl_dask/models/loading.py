@@ -31,7 +31,9 @@ def model_class(path: str, subject: str) -> Any:
     ConfigError, beginning with ``subject``, when its config cannot be read.
     """
     with refused_by_name(path, subject):
-        return class_of_config(AutoConfig.from_pretrained(path, local_files_only=True))
+        return class_of_config(
+            AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        )
 
 
 def sees_images(path: str, subject: str) -> bool:
@@ -70,11 +72,17 @@ def load_pretrained(
     ``config`` takes the place of the folder's own. Rotary frequencies are pinned for rows of
     ``longest_row`` tokens, as ``pin_frequencies`` says. ConfigError, beginning with ``subject``,
     when it cannot be loaded or the folder lacks some of its weights, but for those whose names
-    begin with one of ``unused``.
+    begin with one of ``unused``. Code in the folder is not run; without a word on it transformers
+    would ask on standard input whether to run it.
     """
     with refused_by_name(path, subject):
         model, info = kind.from_pretrained(
-            path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     if missing := sorted(name for name in info["missing_keys"] if not name.startswith(unused)):
         raise ConfigError(f"{subject}: its weights lack {missing}, which would be random numbers")

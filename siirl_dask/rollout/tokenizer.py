@@ -73,6 +73,11 @@ class HuggingFaceTokenizer:
         return self._tokenizer.pad_token_id  # type: ignore[no-any-return]
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether prompts may be chat messages."""
+        return bool(self._tokenizer.chat_template)
+
+    @property
     def response_template(self) -> dict[str, Any] | None:
         """The tokenizer's rules for finding tool calls and thoughts in what the model writes;
         most have none.
@@ -311,7 +316,9 @@ def load_tokenizer(path: str, subject: str) -> HuggingFaceTokenizer:
     it cannot be loaded.
     """
     with refused_by_name(path, subject):
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
         generation = read_generation_config(path)
     return HuggingFaceTokenizer(tokenizer, path, generation=generation)
 

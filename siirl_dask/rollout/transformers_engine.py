@@ -104,6 +104,15 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         """Return one response per prompt, in order. ValueError for a prompt without tokens."""
         return serve_all(self, prompts, seeds, sampling)
 
+    def stream(self, request: GenerationRequest, on_token: Callable[[int], None]) -> Generation:
+        """Return the response of one request without images. ``on_token`` is called with each
+        token, the end token included, as soon as it is drawn. ValueError for a prompt without
+        tokens.
+        """
+        check_prompts([request.prompt])
+        check_no_images([request])
+        return self._generate_batch([request], lambda drawn: on_token(int(drawn[0])))[0]
+
     def serve(self, queue: RequestQueue) -> None:
         """Generate until the queue is empty, one batch after the other."""
         try:
@@ -149,9 +158,14 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         """Free the weights; the engine cannot be used any more."""
         del self._model, self._reader, self._graphs
 
-    def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+    def _generate_batch(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_tokens: Callable[[Tensor], None] = lambda drawn: None,
+    ) -> list[Generation]:
         """Generate for requests with equal sampling parameters, up to the longest response that
-        one of them allows.
+        one of them allows. ``on_tokens`` is called with the tokens of each position, those of the
+        rows that have not ended.
         """
         prompts = [request.prompt for request in requests]
         limits = [request.sampling.max_tokens for request in requests]
@@ -163,7 +177,9 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
 
         def choose(logits: Tensor, rows: NDArray[np.intp], at: int) -> tuple[Tensor, Tensor]:
             self._progress()
-            return draw(logits, seeds[rows], begun[rows] + np.uint64(at))
+            drawn, logprobs = draw(logits, seeds[rows], begun[rows] + np.uint64(at))
+            on_tokens(drawn)
+            return drawn, logprobs
 
         given = self._model, prompts, limits, ends, self._pad_token, choose
         shown = () if self._reader is None else self._reader.read(requests)
@@ -214,7 +230,9 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
     kind = model_class(model.path, key)
     network = load_pretrained(kind, model.path, dtype, key, longest_row=model.longest_row)
     with refused_by_name(model.path, key):
-        tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.path, local_files_only=True, trust_remote_code=False
+        )
     network.to(device).eval()  # type: ignore[arg-type]  # a decorator hides its type
     if model.float32_head:
         _compute_head_in_float32(network)

@@ -80,7 +80,9 @@ class WeightLoader:
         unreadable files.
         """
         with torch.device("meta"):
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            config = AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
             return cls(class_of_config(config).from_config(config), open_tensors(path))
 
     @property

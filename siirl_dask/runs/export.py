@@ -121,7 +121,7 @@ def write_folder(
         )
     trained = read_model(join(found.url, role), ema=ema)
     weights = trained
-    config = _of_role(config, role)
+    config = config_of_role(config, role)
     kind = config.model.dtype if dtype is None else dtype
     adapted = _adapted(run, config, weights)
     if adapter and not adapted:
@@ -180,7 +180,7 @@ def room_for(folder: Path, nbytes: int) -> Iterator[None]:
             raise ConfigError(f"the model is written into {where} first: {full}") from full
 
 
-def _of_role(config: Config, role: str) -> Config:
+def config_of_role(config: Config, role: str) -> Config:
     """Return the configuration with the model and the trainer of the agent that the role
     ``policy_AGENT`` is of.
     """

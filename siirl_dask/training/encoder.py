@@ -37,7 +37,9 @@ class TorchTextEncoder(HoldsNoGroups):
         dtype = torch_dtype(config.dtype, torch.device(device))
         model = load_pretrained(AutoModel, config.path, dtype, subject, unused=("pooler.",))
         with refused_by_name(config.path, subject):
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(config.path, local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                config.path, local_files_only=True, trust_remote_code=False
+            )
         places = getattr(model.config, "max_position_embeddings", None)
         if places is not None and max_tokens > places:
             raise ConfigError(

@@ -11,7 +11,6 @@ import pytest
 from siirl_storage import open_fs
 
 from siirl_dask.cli import main
-from siirl_dask.commands.checkpoint_model import folder_for_workers
 from siirl_dask.config import ClusterConfig
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
@@ -19,6 +18,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.observe import EvalResult, print_eval_result, write_eval_result
 from siirl_dask.planner.spec.names import canonical
 from siirl_dask.rewards import exact_match, weighted_sum
+from siirl_dask.runs.checkpoint_model import folder_for_workers
 from siirl_dask.runs.folder import write_identity
 from siirl_dask.runs.reader import open_run
 from siirl_dask.tasks.sorting import digit_fraction

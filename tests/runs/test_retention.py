@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from siirl_storage import commit_parts, join, open_fs, stage_part, write_atomic
 from siirl_storage.files import list_files
 
-from siirl_dask.commands.checkpoint_model import folder_for_workers
 from siirl_dask.commands.clean import clean
 from siirl_dask.config import ClusterConfig
 from siirl_dask.errors import ConfigError, RunInProgress
 from siirl_dask.runs.attempt import take
+from siirl_dask.runs.checkpoint_model import folder_for_workers
 from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import Checkpoints, committed
 from siirl_dask.runs.retention import Reason, find_leftovers, remove_leftovers, remove_old_stages
@@ -157,7 +157,7 @@ def test_the_weights_of_an_evaluation_under_way_stay_and_go_when_it_was_killed(
     """The evaluation gives signs of life while it goes on; one that was killed gives none, and
     leaves all it had.
     """
-    monkeypatch.setattr("siirl_dask.commands.checkpoint_model._LEASE", 1.0)
+    monkeypatch.setattr("siirl_dask.runs.checkpoint_model._LEASE", 1.0)
     fs, root = open_fs(store_url)
     write_atomic(fs, f"{root}/config.yaml", b"")
     with folder_for_workers(

@@ -228,7 +228,7 @@ def _subject(base: str) -> str:
 
 def _empty_model(base: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model on the meta device, without weights."""
-    config = AutoConfig.from_pretrained(base, local_files_only=True)
+    config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         model: PreTrainedModel = class_of_config(config).from_config(config, dtype=dtype)
     # the base's own is copied, also where transformers would refuse it

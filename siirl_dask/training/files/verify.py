@@ -49,7 +49,7 @@ def check_export(
     written = load_pretrained(kind, str(folder), numbers, f"the folder {folder}")
     _check_tensors(written, trained, _Base(base, kind, written, subject), alpha, numbers)
     _check_others(folder, base, written)
-    settings = AutoConfig.from_pretrained(base, local_files_only=True)
+    settings = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False)
     if hasattr(settings, _QUANTIZED):
         delattr(settings, _QUANTIZED)  # of the base's weights, and not of those that were written
     expected = load_pretrained(kind, str(folder), numbers, f"the folder {folder}", config=settings)

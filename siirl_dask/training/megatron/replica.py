@@ -255,5 +255,5 @@ class Replica:
 def _meta_model(path: str) -> PreTrainedModel:
     """Build the Hugging Face model without memory, for the names and shapes of its parameters."""
     with refused_by_name(path, f"model.path={path!r}"), torch.device("meta"):
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         return class_of_config(config).from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]

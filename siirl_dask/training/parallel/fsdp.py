@@ -203,7 +203,7 @@ def _meta_model(path: str) -> PreTrainedModel:
     has most of them.
     """
     with refused_by_name(path, f"model.path={path!r}"), _EmptyOnMeta():
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         model: PreTrainedModel = class_of_config(config).from_config(config, dtype=torch.float32)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -17,13 +17,15 @@ from siirl_storage.files import absolute
 
 from siirl_dask.config import ClusterConfig
 from siirl_dask.config.secrets import redacted
+from siirl_dask.errors import ConfigError
+from siirl_dask.models.remote import HUB, is_remote
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.export import put_folder, write_folder
-from siirl_dask.runs.reader import Run
+from siirl_dask.runs.reader import Run, is_run
 from siirl_dask.runs.retention import MODEL, OWNER
 
-logger = logging.getLogger("siirl_dask.commands")
+logger = logging.getLogger("siirl_dask.runs")
 _LEASE = 30.0  # seconds without a sign of life, after which a clean-up may delete the model
 
 
@@ -53,6 +55,25 @@ def folder_for_workers(cluster: ClusterConfig, store: str) -> Iterator[str]:
                     f"the model at {url} could not be removed: {type(error).__name__}: {error}"
                 )
                 logger.warning("%s", text)
+
+
+def is_run_or_model(url: str, step: int | None) -> bool:
+    """Return whether ``url`` names a run, and not a model.
+
+    ConfigError where neither is there, or for a ``step`` of a model.
+    """
+    if not url.startswith(HUB) and is_run(url):
+        return True
+    if not is_remote(url) and not Path(url, "config.json").is_file():
+        raise ConfigError(
+            f"{url!r} is neither a run, with a config.yaml, nor a Hugging Face folder, "
+            "with a config.json"
+        )
+    if step is not None:
+        raise ConfigError(
+            f"{url!r} is a Hugging Face folder, and has no step {step}: leave out --step"
+        )
+    return False
 
 
 def write_checkpoint(run: str, to: str, found: Checkpoint) -> None:
