@@ -11,10 +11,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from siirl_storage import StorageError, open_fs, write_atomic
 
-from siirl_dask.commands.steps import one_step, steps_between
-from siirl_dask.errors import ConfigError, counted
+from siirl_dask.commands.options.steps import one_step, steps_between
+from siirl_dask.commands.program.outputs import write_output
+from siirl_dask.errors import counted
 from siirl_dask.observe import PipeConsole, printable
 from siirl_dask.observe.trace.bottleneck import (
     Bottleneck,
@@ -32,6 +32,11 @@ from siirl_dask.trace import Lane
 _NODES = 8  # rows of a table
 _WORKERS = 40  # rows of a table
 _WIDEST = 1000  # characters of a table's line
+_TIMES = "times the others"
+_RECEIVED = "received a step"
+_MOST = "waits most"
+_SPARED = ("other", _RECEIVED, _TIMES)
+"""Headings of columns that narrow terminals go without, in this order."""
 _TOLD = 0.01  # share of the time; how workers differ in less is chance
 _EVEN = 1.1  # times the others' median: what is less is no news
 
@@ -117,7 +122,7 @@ def _told(one: NodeTime, found: Bottleneck) -> str:
 
 
 def _node_table(found: Bottleneck) -> Table:
-    table = _table("node", "slowest on", "seconds a step", "share", "times the others")
+    table = _table("node", "slowest on", "seconds a step", "share", _TIMES)
     for one in found.nodes[:_NODES]:
         times = "" if one.times_others is None or one.share < _TOLD else f"{one.times_others:.2f}"
         table.add_row(
@@ -131,7 +136,7 @@ def _node_table(found: Bottleneck) -> Table:
 
 
 def _worker_table(found: Bottleneck) -> Table:
-    table = _table("worker", "computes", "moves", "waits", "other", "received a step", "waits most")
+    table = _table("worker", "computes", "moves", "waits", "other", _RECEIVED, _MOST)
     for worker in found.workers[:_WORKERS]:
         shares = (
             worker.share(Lane.COMPUTE),
@@ -160,25 +165,33 @@ def _waits(worker: WorkerTime) -> str:
 def _table(*headings: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, heading in enumerate(headings):
-        left = number == 0 or heading in ("slowest on", "waits most")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+        left = number == 0 or heading in ("slowest on", _MOST)
+        table.add_column(heading, justify="left" if left else "right", no_wrap=heading != _MOST)
     return table
 
 
 def _print_table(console: Console, table: Table) -> None:
-    needed = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
+    """Print a table; where a terminal is too narrow, without the columns that say least. What is
+    wider all the same is printed whole: rich would cut numbers.
+    """
     width = console.width
-    console.width = max(width, needed)  # rich would cut numbers
+    if console.is_terminal:
+        for heading in _SPARED:
+            if _width(console, table, least=True) > width:
+                table.columns = [each for each in table.columns if each.header != heading]
+        console.width = max(width, _width(console, table, least=True))
+    else:
+        console.width = max(width, _width(console, table))
     console.print(table)
     console.width = width
 
 
+def _width(console: Console, table: Table, *, least: bool = False) -> int:
+    """Return the columns that a table takes, or with ``least`` those that it needs."""
+    needed = console.measure(table, options=console.options.update(width=_WIDEST))
+    return needed.minimum if least else needed.maximum
+
+
 def _write(to: str, trace: Trace, run: str) -> None:
     text = json.dumps(chrome_trace(trace.spans, run), separators=(",", ":"), allow_nan=False)
-    try:
-        fs, path = open_fs(to)
-        write_atomic(fs, path, text.encode())
-    except (StorageError, OSError) as error:
-        raise ConfigError(
-            f"-o {to!r}: the trace cannot be written: {type(error).__name__}: {error}"
-        ) from error
+    write_output(to, text.encode(), option="-o", what="trace")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from textwrap import wrap
 
 from siirl_dask.planner.spec.names import function_name
 
 PACKAGE = __name__.split(".")[0]
-_WIDTH = 120
+_WIDTH = ContextVar("width of tables", default=120)
+_NARROWEST = 60
 _GAP = 2
 LEAST = 30
 """Least width of a table's last column, in characters."""
@@ -49,14 +52,27 @@ def readable_bytes(count: int) -> str:
     return f"{tenths // 10:,}.{tenths % 10} {_UNITS[power - 1]}"
 
 
+@contextmanager
+def tables_within(columns: int) -> Iterator[None]:
+    """Let tables take at most so many columns within: 60 at least, and 120 at most."""
+    token = _WIDTH.set(min(max(columns, _NARROWEST), _WIDTH.get()))
+    try:
+        yield
+    finally:
+        _WIDTH.reset(token)
+
+
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Return rows in aligned columns; a text that is too wide goes on in its column on the next
-    line.
+    line, a number never does.
     """
-    natural = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    room = _WIDTH - _GAP * len(header) - min(natural[-1], LEAST)
-    fixed = _shrunk(natural[:-1], room)
-    widths = [*fixed, max(_WIDTH - _GAP * len(header) - sum(fixed), LEAST)]
+    columns = [[row[place] for row in (header, *rows)] for place in range(len(header))]
+    natural = [max(map(len, texts)) for texts in columns]
+    room = _WIDTH.get() - _GAP * len(header)
+    last = max(min(natural[-1], LEAST), _longest_number(columns[-1]))
+    least = [_longest_number(texts) for texts in columns[:-1]]
+    fixed = _shrunk(natural[:-1], least, room - last)
+    widths = [*fixed, max(room - sum(fixed), last)]
     lines = []
     for row in (header, *rows):
         cells = [
@@ -70,11 +86,20 @@ def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
-def _shrunk(widths: list[int], room: int) -> list[int]:
-    """Narrow the widest columns until all fit."""
+def _longest_number(texts: Sequence[str]) -> int:
+    """Return the length of the longest word that begins with a digit, or of one letter."""
+    words = (word for text in texts for word in text.split())
+    return max((len(word) for word in words if word[0].isdigit()), default=1)
+
+
+def _shrunk(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """Narrow the widest columns until all fit, none below its least width."""
     widths = list(widths)
     while sum(widths) > room:
-        widths[widths.index(max(widths))] -= 1
+        loose = [index for index, width in enumerate(widths) if width > least[index]]
+        if not loose:
+            break
+        widths[max(loose, key=widths.__getitem__)] -= 1
     return widths
 
 

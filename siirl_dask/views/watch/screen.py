@@ -22,8 +22,8 @@ from siirl_dask.views.charts.series import series_of
 from siirl_dask.views.charts.sparkline import sparkline
 from siirl_dask.views.watch.look import Life, Look
 
-_BESIDE = 60  # characters of a line of the table beside its curve
 _CURVE = (10, 60)  # characters of a curve
+_GAP = 2  # characters between columns
 _TEXT = 60  # characters of a prompt or a response
 _ERROR = 600
 _COLOURS = {Status.COMPLETE: "green", Status.FAILED: "red", Status.INTERRUPTED: "yellow"}
@@ -33,7 +33,7 @@ def screen(look: Look, width: int) -> RenderableType:
     """Return what is shown of the run in so many columns."""
     parts: list[RenderableType] = [_head(look), *_remarks(look)]
     if look.records:
-        parts.append(_curves(look, min(max(width - _BESIDE, _CURVE[0]), _CURVE[1])))
+        parts.append(_curves(look, width))
     if look.slowest:
         slow = look.slowest
         parts.append(
@@ -102,23 +102,36 @@ def _remarks(look: Look) -> Iterator[Text]:
 
 
 def _curves(look: Look, width: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    """Return a line for each metric. Where there is no room for all columns, the curve goes, and
+    then the least and the greatest value; no number is cut.
+    """
     curve_of = "first and newest steps" if look.has_gap else "over the steps"
-    for heading in ("", "now", curve_of, "from", "to"):
-        left = heading in ("", curve_of)
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    rows: list[tuple[str, str, str, str]] = [("", "now", "from", "to")]
+    shown = []
     for (phase, name), title in headlines_of(look.records).items():
         series = series_of(look.records, phase, name)
         values = [value for _, value in series]
         if not values or not is_shown(name, values):
             continue
-        table.add_row(
-            title.partition(" (")[0],
-            number(values[-1]),
-            sparkline(series, width),
-            number(min(values)),
-            number(max(values)),
-        )
+        numbers = (number(values[-1]), number(min(values)), number(max(values)))
+        rows.append((title.partition(" (")[0], *numbers))
+        shown.append(series)
+    wide = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    beside = sum(wide) + _GAP * len(wide)
+    curve = min(width - beside, _CURVE[1])
+    heading = curve_of if len(curve_of) <= curve else "steps"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("now", justify="right", no_wrap=True, min_width=wide[1])
+    table.add_column(heading, no_wrap=True)
+    table.add_column("from", justify="right", no_wrap=True, min_width=wide[2])
+    table.add_column("to", justify="right", no_wrap=True, min_width=wide[3])
+    for (title, now, low, high), series in zip(rows[1:], shown, strict=True):
+        table.add_row(title, now, sparkline(series, max(curve, 1)), low, high)
+    spared = set() if curve >= _CURVE[0] else {heading}
+    if beside > width:
+        spared |= {"from", "to"}
+    table.columns = [column for column in table.columns if column.header not in spared]
     return table
 
 
