@@ -13,6 +13,7 @@ PACKAGE = __name__.split(".")[0]
 _WIDTH = ContextVar("width of tables", default=120)
 _NARROWEST = 60
 _GAP = 2
+_INDENT = 6  # of a last column that has lines of its own
 LEAST = 30
 """Least width of a table's last column, in characters."""
 _UNITS = ("kB", "MB", "GB", "TB")
@@ -64,36 +65,38 @@ def tables_within(columns: int) -> Iterator[None]:
 
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Return rows in aligned columns; a text that is too wide goes on in its column on the next
-    line, a number never does.
+    line. Where there is no room for the last column beside the others, it has lines of its own.
     """
     columns = [[row[place] for row in (header, *rows)] for place in range(len(header))]
     natural = [max(map(len, texts)) for texts in columns]
+    words = [max(len(word) for text in texts for word in [*text.split(), ""]) for texts in columns]
     room = _WIDTH.get() - _GAP * len(header)
-    last = max(min(natural[-1], LEAST), _longest_number(columns[-1]))
-    least = [_longest_number(texts) for texts in columns[:-1]]
-    fixed = _shrunk(natural[:-1], least, room - last)
-    widths = [*fixed, max(room - sum(fixed), last)]
+    last = min(natural[-1], LEAST)
+    below = sum(words[:-1]) + last > room
+    if below:
+        fixed = _shrunk(natural[:-1], words[:-1], _WIDTH.get() - _GAP * (len(header) - 1))
+        widths = [*fixed, max(_WIDTH.get() - _INDENT, words[-1])]
+    else:
+        fixed = _shrunk(natural[:-1], words[:-1], room - last)
+        widths = [*fixed, max(room - sum(fixed), last)]
     lines = []
     for row in (header, *rows):
         cells = [
             wrap(text, width, break_on_hyphens=False)
             for text, width in zip(row, widths, strict=True)
         ]
-        for line in range(max(map(len, cells))):
-            parts = (cell[line] if line < len(cell) else "" for cell in cells)
-            padded = (part.ljust(width) for part, width in zip(parts, widths, strict=True))
+        beside = cells[:-1] if below else cells
+        for line in range(max(map(len, beside))):
+            parts = (cell[line] if line < len(cell) else "" for cell in beside)
+            padded = (part.ljust(width) for part, width in zip(parts, widths, strict=False))
             lines.append((" " * _GAP + (" " * _GAP).join(padded)).rstrip())
+        if below:
+            lines += [" " * _INDENT + text for text in cells[-1]]
     return "\n".join(lines)
 
 
-def _longest_number(texts: Sequence[str]) -> int:
-    """Return the length of the longest word that begins with a digit, or of one letter."""
-    words = (word for text in texts for word in text.split())
-    return max((len(word) for word in words if word[0].isdigit()), default=1)
-
-
 def _shrunk(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Narrow the widest columns until all fit, none below its least width."""
+    """Narrow the widest columns until all fit, none below its longest word."""
     widths = list(widths)
     while sum(widths) > room:
         loose = [index for index, width in enumerate(widths) if width > least[index]]

@@ -20,10 +20,10 @@ from siirl_dask.views.charts.figures import duration, number
 from siirl_dask.views.charts.headlines import headlines_of, is_shown
 from siirl_dask.views.charts.series import series_of
 from siirl_dask.views.charts.sparkline import sparkline
+from siirl_dask.views.table_width import GAP, table_width
 from siirl_dask.views.watch.look import Life, Look
 
 _CURVE = (10, 60)  # characters of a curve
-_GAP = 2  # characters between columns
 _TEXT = 60  # characters of a prompt or a response
 _ERROR = 600
 _COLOURS = {Status.COMPLETE: "green", Status.FAILED: "red", Status.INTERRUPTED: "yellow"}
@@ -105,9 +105,8 @@ def _curves(look: Look, width: int) -> Table:
     """Return a line for each metric. Where there is no room for all columns, the curve goes, and
     then the least and the greatest value; no number is cut.
     """
-    curve_of = "first and newest steps" if look.has_gap else "over the steps"
-    rows: list[tuple[str, str, str, str]] = [("", "now", "from", "to")]
-    shown = []
+    rows = []
+    curves = []
     for (phase, name), title in headlines_of(look.records).items():
         series = series_of(look.records, phase, name)
         values = [value for _, value in series]
@@ -115,23 +114,25 @@ def _curves(look: Look, width: int) -> Table:
             continue
         numbers = (number(values[-1]), number(min(values)), number(max(values)))
         rows.append((title.partition(" (")[0], *numbers))
-        shown.append(series)
-    wide = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    beside = sum(wide) + _GAP * len(wide)
-    curve = min(width - beside, _CURVE[1])
-    heading = curve_of if len(curve_of) <= curve else "steps"
+        curves.append(series)
+    columns = [[row[place] for row in (("", "now", "from", "to"), *rows)] for place in range(4)]
+    needed = table_width(columns)
+    curve = min(width - needed - GAP, _CURVE[1])
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
-    table.add_column("now", justify="right", no_wrap=True, min_width=wide[1])
-    table.add_column(heading, no_wrap=True)
-    table.add_column("from", justify="right", no_wrap=True, min_width=wide[2])
-    table.add_column("to", justify="right", no_wrap=True, min_width=wide[3])
-    for (title, now, low, high), series in zip(rows[1:], shown, strict=True):
-        table.add_row(title, now, sparkline(series, max(curve, 1)), low, high)
-    spared = set() if curve >= _CURVE[0] else {heading}
-    if beside > width:
-        spared |= {"from", "to"}
-    table.columns = [column for column in table.columns if column.header not in spared]
+    table.add_column("now", justify="right", no_wrap=True, min_width=max(map(len, columns[1])))
+    if needed > width:
+        for title, now, _, _ in rows:
+            table.add_row(title, now)
+        return table
+    if curve >= _CURVE[0]:
+        curve_of = "first and newest steps" if look.has_gap else "over the steps"
+        table.add_column(curve_of if len(curve_of) <= curve else "steps", no_wrap=True)
+    table.add_column("from", justify="right", no_wrap=True)
+    table.add_column("to", justify="right", no_wrap=True)
+    for (title, now, low, high), series in zip(rows, curves, strict=True):
+        drawn = [sparkline(series, curve)] if curve >= _CURVE[0] else []
+        table.add_row(title, now, *[*drawn, low, high])
     return table
 
 
