@@ -12,9 +12,11 @@ Names are imported on first use: importing the package itself takes no time and 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as typing has it, which takes some milliseconds to import
 if TYPE_CHECKING:
+    from typing import Any
+
     from siirl_dask.commands.script import main
     from siirl_dask.config import Config
     from siirl_dask.config.file import load

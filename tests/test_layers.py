@@ -35,7 +35,7 @@ LAYERS = (
     {"driver"},
     {"commands", "testing"},
     {"cli"},
-    {"__init__"},
+    {"__init__", "__main__"},
 )
 """Rooms and modules of the package. Each imports only from the layers above its own; names on one
 line do not import each other, but for the second line, which is the ground that all stand on: there

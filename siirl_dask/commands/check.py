@@ -15,7 +15,6 @@ from siirl_dask.config.secrets import redacted
 from siirl_dask.observe import PipeConsole, printable
 from siirl_dask.runs.check import PartState, RunFinding, check_run
 
-CHECK_EXIT_CODES = "exit codes: 0 nothing is damaged, 1 something is, 2 there is no run"
 _STYLES = {PartState.WHOLE: "green", PartState.UNFINISHED: "yellow", PartState.DAMAGED: "bold red"}
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich import progress as bars
 from rich.text import Text
 
-from siirl_dask.commands.script import EXIT_CODES
+from siirl_dask.commands.program.ending import EXIT_CODES
 from siirl_dask.config import parse_bytes
 from siirl_dask.errors import ConfigError, DataError, Interrupted, counted
 from siirl_dask.models.cache import folder_here
@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 _TOKENIZER = "Hugging Face folder of the model whose tokens are counted, or its URL"
 
 
-def add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_data(command: argparse.ArgumentParser) -> None:
     """Add the command line of ``data``."""
-    command = commands.add_parser(
-        "data", help="import datasets into a table, or look into one", epilog=EXIT_CODES
-    )
     actions = command.add_subparsers(dest="action", required=True)
     _add_import(
         actions.add_parser(

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from siirl_dask.commands.hosts import describe_hosts, links_as_data, place_workers
-from siirl_dask.commands.step_time import TimingOptions
+from siirl_dask.commands.planning.hosts import describe_hosts, links_as_data, place_workers
+from siirl_dask.commands.planning.step_time import TimingOptions
 from siirl_dask.config import Config, DevicePreference
 from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.checks.number_type import (

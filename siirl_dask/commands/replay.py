@@ -18,7 +18,7 @@ from typing import Any
 from siirl_storage import join, open_fs, open_table
 from siirl_storage.files import absolute
 
-from siirl_dask.commands.steps import EVERY
+from siirl_dask.commands.options.steps import EVERY
 from siirl_dask.config import Config
 from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.driver.single_pass import StoredPass, stored_passes

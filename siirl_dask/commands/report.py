@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from siirl_storage import StorageError, open_fs, write_atomic
-
+from siirl_dask.commands.program.outputs import write_output
 from siirl_dask.errors import ConfigError
 from siirl_dask.views.report.gather import gather
 from siirl_dask.views.report.page import page
@@ -34,13 +33,7 @@ def write_report(chosen: Namespace) -> None:
         )
     runs = gather(chosen.runs)
     content = page(runs).encode()
-    try:
-        fs, path = open_fs(chosen.output)
-        write_atomic(fs, path, content)
-    except (StorageError, OSError) as error:
-        raise ConfigError(
-            f"-o {chosen.output!r}: the report cannot be written: {type(error).__name__}: {error}"
-        ) from error
+    write_output(chosen.output, content, option="-o", what="report")
     print(f"{chosen.output} has the report, {len(content) / 1e6:.1f} MB: open it in a browser")
     for run in runs:
         for part, reason in run.missing.items():

@@ -7,8 +7,9 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from functools import partial
 
-from siirl_dask.commands.steps import one_step, steps_between
+from siirl_dask.commands.options.steps import one_step, steps_between
 from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import PipeConsole, printable
@@ -17,7 +18,7 @@ from siirl_dask.runs.samples import questions
 from siirl_dask.runs.samples.conversations import spoken_columns
 from siirl_dask.runs.samples.mismatch import can_mismatch, mismatch
 from siirl_dask.runs.samples.prompt_images import StoredPromptImages
-from siirl_dask.runs.samples.rollouts import TABLE, Rollouts, open_rollouts
+from siirl_dask.runs.samples.rollouts import TABLE, Rollouts, as_data_error, open_rollouts
 from siirl_dask.schema import TURNS
 from siirl_dask.views.samples.answer import AnswerLayout, QueryResult
 from siirl_dask.views.samples.page import write_page
@@ -112,25 +113,32 @@ def show_rollouts(asked: Namespace) -> None:
     with open_rollouts(
         asked.run, table=asked.table, steps=asked.steps, incomplete=asked.incomplete
     ) as rollouts:
-        if asked.html is not None:
-            if asked.sql is None and not chosen:
-                there = {
-                    "mismatch": can_mismatch(rollouts),
-                    "turns": TURNS in rollouts.schema.names,
-                }
-                asked = Namespace(**{**vars(asked), **_REPORT, **there})
-            write_page(
-                asked.html, f"{redacted(asked.run)}, {asked.table}", list(_answers(rollouts, asked))
-            )
-            print(f"the answers are in {asked.html}")
-        elif chosen:
-            console = PipeConsole()
-            for answer in _answers(rollouts, asked):
-                print_answer(console, answer)
-        else:
-            print(printable(str(rollouts.sql(asked.sql or questions.overview_sql(rollouts)))))
+        rollouts.interruptibly(partial(_show, rollouts, asked, chosen=chosen))
         if rollouts.remark:
             print(rollouts.remark, file=sys.stderr)
+
+
+def _show(rollouts: Rollouts, asked: Namespace, *, chosen: bool) -> None:
+    """Print the answers, or write them to a page; ``chosen``: to ready questions."""
+    if asked.html is not None:
+        if asked.sql is None and not chosen:
+            there = {
+                "mismatch": can_mismatch(rollouts),
+                "turns": TURNS in rollouts.schema.names,
+            }
+            asked = Namespace(**{**vars(asked), **_REPORT, **there})
+        write_page(
+            asked.html, f"{redacted(asked.run)}, {asked.table}", list(_answers(rollouts, asked))
+        )
+        print(f"the answers are in {asked.html}")
+    elif chosen:
+        console = PipeConsole()
+        for answer in _answers(rollouts, asked):
+            print_answer(console, answer)
+    else:
+        with as_data_error():
+            text = str(rollouts.sql(asked.sql or questions.overview_sql(rollouts)))
+        print(printable(text))
 
 
 def _answers(rollouts: Rollouts, asked: Namespace) -> Iterator[QueryResult]:

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from siirl_storage import StorageError, open_fs, write_atomic
 
-from siirl_dask.commands.steps import one_step, steps_between
-from siirl_dask.errors import ConfigError, counted
+from siirl_dask.commands.options.steps import one_step, steps_between
+from siirl_dask.commands.program.outputs import write_output
+from siirl_dask.errors import counted
 from siirl_dask.observe import PipeConsole, printable
 from siirl_dask.observe.trace.bottleneck import (
     Bottleneck,
@@ -28,10 +29,17 @@ from siirl_dask.observe.trace.chrome_trace import chrome_trace
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.trace import Trace, read_trace
 from siirl_dask.trace import Lane
+from siirl_dask.views.table_width import table_width
 
 _NODES = 8  # rows of a table
 _WORKERS = 40  # rows of a table
-_WIDEST = 1000  # characters of a table's line
+_TIMES = "times the others"
+_RECEIVED = "received a step"
+_MOST = "waits most"
+_OF_NODES = ("node", "slowest on", "seconds a step", "share", _TIMES)
+_OF_WORKERS = ("worker", "computes", "moves", "waits", "other", _RECEIVED, _MOST)
+_SPARED = ("other", _RECEIVED, _TIMES)
+"""Headings of columns that narrow terminals go without, in this order."""
 _TOLD = 0.01  # share of the time; how workers differ in less is chance
 _EVEN = 1.1  # times the others' median: what is less is no news
 
@@ -70,8 +78,8 @@ def print_bottleneck(console: Console, trace: Trace, found: Bottleneck) -> None:
     """Print the slowest node and worker, and a table each of nodes and workers."""
     for line in _lines(trace, found):
         console.print(Text(printable(line)), soft_wrap=True)
-    _print_table(console, _node_table(found))
-    _print_table(console, _worker_table(found))
+    _print_table(console, _OF_NODES, _node_rows(found))
+    _print_table(console, _OF_WORKERS, _worker_rows(found))
     if len(found.workers) > _WORKERS:
         console.print(Text(f"... {len(found.workers) - _WORKERS} more workers", style="dim"))
     if found.dropped:
@@ -116,22 +124,24 @@ def _told(one: NodeTime, found: Bottleneck) -> str:
     )
 
 
-def _node_table(found: Bottleneck) -> Table:
-    table = _table("node", "slowest on", "seconds a step", "share", "times the others")
+def _node_rows(found: Bottleneck) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
     for one in found.nodes[:_NODES]:
         times = "" if one.times_others is None or one.share < _TOLD else f"{one.times_others:.2f}"
-        table.add_row(
-            printable(one.node),
-            printable(one.worker),
-            f"{one.seconds:.3f}",
-            f"{one.share:.0%}",
-            times,
+        rows.append(
+            (
+                printable(one.node),
+                printable(one.worker),
+                f"{one.seconds:.3f}",
+                f"{one.share:.0%}",
+                times,
+            )
         )
-    return table
+    return rows
 
 
-def _worker_table(found: Bottleneck) -> Table:
-    table = _table("worker", "computes", "moves", "waits", "other", "received a step", "waits most")
+def _worker_rows(found: Bottleneck) -> list[tuple[str, ...]]:
+    rows = []
     for worker in found.workers[:_WORKERS]:
         shares = (
             worker.share(Lane.COMPUTE),
@@ -140,13 +150,9 @@ def _worker_table(found: Bottleneck) -> Table:
             1 - worker.explained,
         )
         received = f"{worker.received / found.steps / 1e6:,.2f} MB"
-        table.add_row(
-            printable(worker.worker),
-            *(f"{share:.1%}" for share in shares),
-            received,
-            _waits(worker),
-        )
-    return table
+        percents = (f"{share:.1%}" for share in shares)
+        rows.append((printable(worker.worker), *percents, received, _waits(worker)))
+    return rows
 
 
 def _waits(worker: WorkerTime) -> str:
@@ -157,28 +163,33 @@ def _waits(worker: WorkerTime) -> str:
     return printable(f"{share:.0%} at {name}{whom}")
 
 
-def _table(*headings: str) -> Table:
+def _print_table(
+    console: Console, headings: Sequence[str], rows: Sequence[tuple[str, ...]]
+) -> None:
+    """Print a table; where a terminal is too narrow, without the columns that say least. What is
+    wider all the same is printed whole: rich would cut numbers.
+    """
+    columns = {
+        heading: [row[place] for row in (headings, *rows)] for place, heading in enumerate(headings)
+    }
+    if console.is_terminal and _MOST in columns:  # it goes on in the next line
+        columns[_MOST] = [word for text in columns[_MOST] for word in text.split()]
+    for heading in _SPARED:
+        if console.is_terminal and table_width([*columns.values()]) > console.width:
+            columns.pop(heading, None)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, heading in enumerate(headings):
-        left = number == 0 or heading in ("slowest on", "waits most")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
-    return table
-
-
-def _print_table(console: Console, table: Table) -> None:
-    needed = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
+    for heading in columns:
+        left = heading in (headings[0], "slowest on", _MOST)
+        wraps = heading == _MOST and console.is_terminal
+        table.add_column(heading, justify="left" if left else "right", no_wrap=not wraps)
+    for row in rows:
+        table.add_row(*[row[place] for place, heading in enumerate(headings) if heading in columns])
     width = console.width
-    console.width = max(width, needed)  # rich would cut numbers
+    console.width = max(width, table_width([*columns.values()]))
     console.print(table)
     console.width = width
 
 
 def _write(to: str, trace: Trace, run: str) -> None:
     text = json.dumps(chrome_trace(trace.spans, run), separators=(",", ":"), allow_nan=False)
-    try:
-        fs, path = open_fs(to)
-        write_atomic(fs, path, text.encode())
-    except (StorageError, OSError) as error:
-        raise ConfigError(
-            f"-o {to!r}: the trace cannot be written: {type(error).__name__}: {error}"
-        ) from error
+    write_output(to, text.encode(), option="-o", what="trace")

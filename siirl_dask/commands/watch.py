@@ -16,7 +16,7 @@ from siirl_dask.planner import Phase
 from siirl_dask.views.watch.look import Life, Look, Watcher
 from siirl_dask.views.watch.screen import screen
 
-WATCH_EXIT_CODES = (
+_EXIT_CODES = (
     "exit codes: 0 the run is complete, or is under way with --once, 1 it failed or its process is "
     "gone, 2 there is no run, 130 it was interrupted, or you ended this with Ctrl-C"
 )
@@ -34,6 +34,7 @@ def add_watch(command: ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"pause between looks; default: {_EVERY:g}",
     )
+    command.epilog = _EXIT_CODES
 
 
 def _seconds(text: str) -> float:

@@ -234,9 +234,10 @@ def _column_type(schema: pa.Schema, path: str, source: Source) -> pa.DataType:
     for name in path.split("."):
         if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
             known = [field.name for field in kind] if pa.types.is_struct(kind) else []
+            within = f": no {name!r}" if "." in path else ""
             raise DataError(
-                f"dataset {source.url!r} has no column {path!r}: "
-                f"no {name!r} (there is: {known}){did_you_mean(name, known)}"
+                f"dataset {source.url!r} has no column {path!r}{within} (there is: {known})"
+                f"{did_you_mean(name, known)}"
             )
         kind = kind.field(name).type
     return kind

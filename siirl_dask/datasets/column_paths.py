@@ -69,8 +69,9 @@ def type_at(schema: pa.Schema, path: str, name: str) -> pa.DataType:
             kind = kind.value_type
         known = [one.name for one in kind] if pa.types.is_struct(kind) else []
         if step not in known:
+            within = f": no {step!r}" if len(steps) > 1 else ""
             raise DataError(
-                f"{name!r} has no column {path!r}: no {step!r} (there is: "
+                f"{name!r} has no column {path!r}{within} (there is: "
                 f"{', '.join(known) or kind}){did_you_mean(step, known)}"
             )
         kind = kind.field(step).type

@@ -21,6 +21,7 @@ from siirl_dask.planner import resolve
 from siirl_dask.planner.contract import contract_of, options_of
 from siirl_dask.planner.role_contract import provides_of
 from siirl_dask.planner.spec.dag_spec import bind
+from siirl_dask.runs.absent import hint_if_absent
 from siirl_dask.runs.checkpoints import committed
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, recorded_config
 from siirl_dask.runs.samples.rollouts import query
@@ -175,7 +176,9 @@ class Run:
 def open_run(url: str) -> Run:
     """Return the run at ``url``, a folder or any fsspec URL. ConfigError when there is none."""
     if not is_run(url):
-        raise ConfigError(f"{url!r} holds no run: expected a folder with a {CONFIG_FILE}")
+        raise ConfigError(
+            f"{url!r} holds no run: expected a folder with a {CONFIG_FILE}{hint_if_absent(url)}"
+        )
     return Run(url)
 
 

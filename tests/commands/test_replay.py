@@ -10,8 +10,8 @@ import pytest
 from siirl_storage import open_table
 
 from siirl_dask.cli import main
+from siirl_dask.commands.options.steps import steps_between
 from siirl_dask.commands.replay import ReplayRequest, render, replay
-from siirl_dask.commands.steps import steps_between
 from siirl_dask.errors import CheckpointError, ConfigError, PlanError, RunError
 from siirl_dask.runs.checkpoints import checkpoint_url
 from siirl_dask.runs.past_weights import Weights

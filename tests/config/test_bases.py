@@ -61,7 +61,7 @@ def test_a_cycle_is_found_behind_a_list_and_a_folder(write):
         ("[good.yaml, none.yaml]", "run.yaml: base none.yaml: no such file"),
         (
             "[good.yaml, quickstart.yaml]",
-            "run.yaml: base quickstart.yaml: no such file; siirl_dask comes with /",
+            "run.yaml: base quickstart.yaml: no such file; siirl_dask comes with siirl_dask:quickstart.yaml",
         ),
         (
             "[good.yaml, list.yaml]",

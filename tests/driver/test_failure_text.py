@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.cli import _parse
+from siirl_dask.commands.program.parsing import parse
 from siirl_dask.commands.script import overrides_of, resuming
 from siirl_dask.config import ClusterConfig, Config, RunConfig
 from siirl_dask.driver.failure_text import failure_of, failure_text
@@ -30,9 +30,9 @@ def test_the_command_that_is_shown_starts_the_same_run_and_never_removes_it(
         *(["--fresh"] if fresh else []),
         *(["--force"] if force else []),
     ]
-    options = _parse([*given, *([] if cluster is None else [f"--cluster={cluster}"])])
+    options = parse([*given, *([] if cluster is None else [f"--cluster={cluster}"])])
     program, *words = shlex.split(resuming(options))
-    again = _parse(words)
+    again = parse(words)
     assert (program, again.command, again.config) == ("siirl-dask", "run", config)
     assert overrides_of(again) == overrides_of(options)
     assert (again.fresh, again.force) == (False, force)

@@ -105,10 +105,13 @@ def show_migration(chosen: argparse.Namespace) -> None:
         print(done.text, end="")
     else:
         path = Path(chosen.out)
-        if path.exists():
-            raise ConfigError(f"--out {path}: it exists already; give another name, or remove it")
         try:
-            path.write_text(done.text, encoding="utf-8")
+            with path.open("x", encoding="utf-8") as file:
+                file.write(done.text)
+        except FileExistsError as error:
+            raise ConfigError(
+                f"--out {path}: it exists already; give another name, or remove it"
+            ) from error
         except OSError as error:
             raise ConfigError(f"--out {path}: {error}") from error
     print(done.report, file=sys.stderr)

@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -30,12 +29,16 @@ from siirl_dask.config.file.foreign import foreign_value, foreign_values
 from siirl_dask.config.file.layers import (
     AGENTS,
     GROUPS,
+    SHIPPED,
     Layer,
     check_keys,
     file_layers,
     merged,
     override,
+    path_of,
     shipped,
+    shipped_files,
+    shipped_folder,
     text_layer,
 )
 from siirl_dask.config.file.node_edits import NodeList, merged_nodes
@@ -43,6 +46,7 @@ from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError
 
 __all__ = [
+    "SHIPPED",
     "ClusterSpec",
     "ConfigFile",
     "Interpolated",
@@ -55,6 +59,8 @@ __all__ = [
     "load_text",
     "read_cluster_spec",
     "shipped",
+    "shipped_files",
+    "shipped_folder",
 ]
 
 
@@ -85,8 +91,8 @@ class ConfigFile:
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a YAML file with overrides (``trainer.lr=2e-6``); a DAG in the
-    file is ignored.
+    """Return the configuration of a YAML file, or of ``siirl_dask:NAME``, with overrides
+    (``trainer.lr=2e-6``); a DAG in the file is ignored.
 
     ConfigError names the file or override, the key, what was expected and the nearest valid
     spelling.
@@ -101,7 +107,7 @@ def load_config_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()
     ConfigError names the file or override, the key, what was expected and the nearest valid
     spelling.
     """
-    return _assemble([*file_layers(Path(path)), *map(override, overrides)], str(path))
+    return _assemble([*file_layers(path_of(path)), *map(override, overrides)], str(path))
 
 
 def load_text(text: str | bytes, name: str, overrides: Sequence[str] = ()) -> Config:

@@ -5,6 +5,7 @@ nodes.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -50,6 +51,15 @@ RENAMED = {
     "validation.extract": "validation.answer_extractor",
 }
 """Keys of earlier versions, with their present names."""
+_OTHER_NAMES = {
+    "learning_rate": "trainer.lr",
+    "max_completion_length": "rollout.max_response_length",
+    "max_steps": "run.steps",
+    "model_name_or_path": "model.path",
+    "num_generations": "rollout.n",
+    "output_dir": "run.url",
+}
+"""Names that other trainers have for keys, which no spelling is near."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +91,29 @@ def shipped(name: str) -> Path:
     if path is None:
         raise ConfigError(
             f"no config {name!r} comes with siirl_dask (there are: {sorted(configs)})"
+            f"{did_you_mean(name, configs)}"
         )
     return path
+
+
+def path_of(name: str | os.PathLike[str]) -> Path:
+    """Return the path of a file, or of the shipped one that ``siirl_dask:NAME`` names. ConfigError
+    lists those.
+    """
+    text = os.fspath(name)
+    return shipped(text.removeprefix(SHIPPED)) if text.startswith(SHIPPED) else Path(text)
+
+
+def shipped_folder() -> Path:
+    """Return the folder of the configs that come with the package."""
+    return Path(str(files("siirl_dask").joinpath("configs")))
 
 
 def shipped_files(below: str = "") -> dict[str, Path]:
     """Return the shipped configs by name, or what lies in the folder ``clusters``, which are no
     configs of a run.
     """
-    folder = Path(str(files("siirl_dask").joinpath("configs"))) / below
+    folder = shipped_folder() / below
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.yaml")}
     return {name: path for name, path in paths.items() if not name.startswith("clusters/")}
 
@@ -113,9 +137,7 @@ def file_layers(path: Path, chain: tuple[Path, ...] = ()) -> list[Layer]:
         )
     layers: list[Layer] = []
     for base in bases:
-        found = (
-            shipped(base.removeprefix(SHIPPED)) if base.startswith(SHIPPED) else path.parent / base
-        )
+        found = path_of(base) if base.startswith(SHIPPED) else path.parent / base
         inherited = file_layers(found, (*chain, path.resolve()))
         known = {Path(layer.origin).resolve() for layer in layers}
         layers += [layer for layer in inherited if Path(layer.origin).resolve() not in known]
@@ -142,13 +164,18 @@ def _read(path: Path, asked_by: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        known = shipped_files()
-        hint = f"; siirl_dask comes with {known[path.name]}" if path.name in known else ""
-        raise ConfigError(f"{asked_by}{path}: no such file{hint}") from error
+        raise ConfigError(f"{asked_by}{path}: no such file{_near_file(path)}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{asked_by}{path}: expected a YAML file with groups of values: {error}"
         ) from error
+
+
+def _near_file(path: Path) -> str:
+    """Return a hint to the shipped config of that name, or to a file whose name is nearly so."""
+    if path.name in shipped_files():
+        return f"; siirl_dask comes with {SHIPPED}{path.name}"
+    return did_you_mean(str(path), (str(other) for other in path.parent.glob("*.yaml")))
 
 
 def _parse(text: str, name: str, asked_by: str = "") -> dict[str, Any]:
@@ -327,7 +354,10 @@ def key_hint(key: str) -> str:
 def _renamed(key: str) -> str:
     group, _, name = key.partition(".")
     new = RENAMED.get(f"trainer.{name}" if group == "critic" else key)
-    return f"; it is called '{group}.{new.partition('.')[2]}' now" if new else ""
+    if new:
+        return f"; it is called '{group}.{new.partition('.')[2]}' now"
+    other = _OTHER_NAMES.get(key.rpartition(".")[2])
+    return f"; did you mean {other!r}?" if other else ""
 
 
 def _elsewhere(key: str, group: str = "", cutoff: float = 1.0) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from textwrap import wrap
 
 from siirl_dask.planner.spec.names import function_name
 
 PACKAGE = __name__.split(".")[0]
-_WIDTH = 120
+_WIDTH = ContextVar("width of tables", default=120)
+_NARROWEST = 60
 _GAP = 2
+_INDENT = 6  # of a last column that has lines of its own
 LEAST = 30
 """Least width of a table's last column, in characters."""
 _UNITS = ("kB", "MB", "GB", "TB")
@@ -49,32 +53,56 @@ def readable_bytes(count: int) -> str:
     return f"{tenths // 10:,}.{tenths % 10} {_UNITS[power - 1]}"
 
 
+@contextmanager
+def tables_within(columns: int) -> Iterator[None]:
+    """Let tables take at most so many columns within: 60 at least, and 120 at most."""
+    token = _WIDTH.set(min(max(columns, _NARROWEST), _WIDTH.get()))
+    try:
+        yield
+    finally:
+        _WIDTH.reset(token)
+
+
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Return rows in aligned columns; a text that is too wide goes on in its column on the next
-    line.
+    line. Where there is no room for the last column beside the others, it has lines of its own.
     """
-    natural = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    room = _WIDTH - _GAP * len(header) - min(natural[-1], LEAST)
-    fixed = _shrunk(natural[:-1], room)
-    widths = [*fixed, max(_WIDTH - _GAP * len(header) - sum(fixed), LEAST)]
+    columns = [[row[place] for row in (header, *rows)] for place in range(len(header))]
+    natural = [max(map(len, texts)) for texts in columns]
+    words = [max(len(word) for text in texts for word in [*text.split(), ""]) for texts in columns]
+    room = _WIDTH.get() - _GAP * len(header)
+    last = min(natural[-1], LEAST)
+    below = sum(words[:-1]) + last > room
+    if below:
+        fixed = _shrunk(natural[:-1], words[:-1], _WIDTH.get() - _GAP * (len(header) - 1))
+        widths = [*fixed, max(_WIDTH.get() - _INDENT, words[-1])]
+    else:
+        fixed = _shrunk(natural[:-1], words[:-1], room - last)
+        widths = [*fixed, max(room - sum(fixed), last)]
     lines = []
     for row in (header, *rows):
         cells = [
             wrap(text, width, break_on_hyphens=False)
             for text, width in zip(row, widths, strict=True)
         ]
-        for line in range(max(map(len, cells))):
-            parts = (cell[line] if line < len(cell) else "" for cell in cells)
-            padded = (part.ljust(width) for part, width in zip(parts, widths, strict=True))
+        beside = cells[:-1] if below else cells
+        for line in range(max(map(len, beside))):
+            parts = (cell[line] if line < len(cell) else "" for cell in beside)
+            padded = (part.ljust(width) for part, width in zip(parts, widths, strict=False))
             lines.append((" " * _GAP + (" " * _GAP).join(padded)).rstrip())
+        if below:
+            lines += [" " * _INDENT + text for text in cells[-1]]
     return "\n".join(lines)
 
 
-def _shrunk(widths: list[int], room: int) -> list[int]:
-    """Narrow the widest columns until all fit."""
+def _shrunk(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """Narrow the widest columns until all fit, none below its longest word."""
     widths = list(widths)
     while sum(widths) > room:
-        widths[widths.index(max(widths))] -= 1
+        loose = [index for index, width in enumerate(widths) if width > least[index]]
+        if not loose:
+            break
+        widths[max(loose, key=widths.__getitem__)] -= 1
     return widths
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from siirl_dask.errors import ConfigError, PlanError, did_you_mean
 
 T = TypeVar("T")
-# for anything else no module is imported: commands/analyze.py looks for such names
+# for anything else no module is imported: commands/planning/analyze.py looks for such names
 _NAME = re.compile(r"\w+")
 _received: dict[str, object] = {}
 

@@ -13,6 +13,7 @@ from siirl_storage import StorageError, open_fs
 from siirl_storage.files import list_files
 
 from siirl_dask.errors import ConfigError
+from siirl_dask.runs.absent import hint_if_absent
 from siirl_dask.runs.check.checkpoints import check_checkpoints, newest_whole
 from siirl_dask.runs.check.due import find_due
 from siirl_dask.runs.check.finding import PartState, RunFinding
@@ -41,7 +42,9 @@ def check_run(
     except Exception as error:  # each store has errors of its own: no credentials, no connection
         raise ConfigError(f"{url!r} cannot be read: {type(error).__name__}: {error}") from error
     if CONFIG_FILE not in files and not any(path.startswith(_OF_A_RUN) for path in files):
-        raise ConfigError(f"{url!r} holds no run: expected a folder with a {CONFIG_FILE}")
+        raise ConfigError(
+            f"{url!r} holds no run: expected a folder with a {CONFIG_FILE}{hint_if_absent(url)}"
+        )
     begin(sum(files.values()))
     due = find_due(url, files)
     findings = check_records(url, files, due.validations)

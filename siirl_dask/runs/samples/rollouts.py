@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 from fsspec import AbstractFileSystem
@@ -23,6 +24,7 @@ from siirl_storage.files import at, list_files
 
 from siirl_dask.coordinator.stored_rows import step_name, step_of
 from siirl_dask.errors import DataError, SiirlError, counted, did_you_mean
+from siirl_dask.runs.absent import hint_if_absent
 
 if TYPE_CHECKING:
     import duckdb
@@ -38,6 +40,8 @@ _FOLDER = r"/step=(\d+)/[^/]*$"
 _LITTLE = "SET threads = 1; SET memory_limit = '1GB'; SET enable_progress_bar = false"
 """Settings for somebody else's process, such as a scheduler's."""
 _WRITER = r"part-(\d{4,})-\d{5,}\.\w+$"
+_PAUSE = 0.1  # seconds between two requests to end a query
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,20 @@ class Rollouts:
         with as_data_error():
             return self.sql(sql, parameters).to_arrow_table()
 
+    def interruptibly(self, ask: Callable[[], _T]) -> _T:
+        """Return the result of ``ask``, called in a thread, so that Ctrl-C ends a query that takes
+        long: DuckDB itself does not look for it.
+        """
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask)
+            try:
+                return asked.result()
+            except KeyboardInterrupt:
+                while not asked.done():
+                    self._connection.interrupt()
+                    wait([asked], timeout=_PAUSE)
+                raise
+
     def of_steps(self, steps: Sequence[int]) -> str:
         """Return a table expression for SQL that reads the parts of these steps alone."""
         return _source(self.fs, [path for step in steps for path in self.files[step]])
@@ -165,7 +183,8 @@ def open_rollouts(
     if not taken:
         what = "rollouts" if table == TABLE else f"table {table!r}"
         expected = "expected the folder of a run that has finished a step"
-        raise DataError(f"{url!r} holds no {what}: {expected}" + (f"; {remark}" if remark else ""))
+        hint = f"; {remark}" if remark else hint_if_absent(url)
+        raise DataError(f"{url!r} holds no {what}: {expected}{hint}")
     chosen = {step: parts for step, parts in taken.items() if steps is None or step in steps}
     if steps is not None and not chosen:
         there = f"{counted(len(taken), 'step')}, {min(taken)} to {max(taken)}"
@@ -229,6 +248,8 @@ def _opened(
 
     with duckdb.connect() as connection:
         make_known(connection, fs)
+        if not sys.stdout.isatty():
+            connection.execute("SET enable_progress_bar = false")  # it is drawn on stdout
         if settings:
             connection.execute(settings)
         confine(connection, fs, root)

@@ -20,9 +20,9 @@ from siirl_dask.views.charts.figures import duration, number
 from siirl_dask.views.charts.headlines import headlines_of, is_shown
 from siirl_dask.views.charts.series import series_of
 from siirl_dask.views.charts.sparkline import sparkline
+from siirl_dask.views.table_width import GAP, table_width
 from siirl_dask.views.watch.look import Life, Look
 
-_BESIDE = 60  # characters of a line of the table beside its curve
 _CURVE = (10, 60)  # characters of a curve
 _TEXT = 60  # characters of a prompt or a response
 _ERROR = 600
@@ -33,7 +33,7 @@ def screen(look: Look, width: int) -> RenderableType:
     """Return what is shown of the run in so many columns."""
     parts: list[RenderableType] = [_head(look), *_remarks(look)]
     if look.records:
-        parts.append(_curves(look, min(max(width - _BESIDE, _CURVE[0]), _CURVE[1])))
+        parts.append(_curves(look, width))
     if look.slowest:
         slow = look.slowest
         parts.append(
@@ -102,23 +102,37 @@ def _remarks(look: Look) -> Iterator[Text]:
 
 
 def _curves(look: Look, width: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    curve_of = "first and newest steps" if look.has_gap else "over the steps"
-    for heading in ("", "now", curve_of, "from", "to"):
-        left = heading in ("", curve_of)
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    """Return a line for each metric. Where there is no room for all columns, the curve goes, and
+    then the least and the greatest value; no number is cut.
+    """
+    rows = []
+    curves = []
     for (phase, name), title in headlines_of(look.records).items():
         series = series_of(look.records, phase, name)
         values = [value for _, value in series]
         if not values or not is_shown(name, values):
             continue
-        table.add_row(
-            title.partition(" (")[0],
-            number(values[-1]),
-            sparkline(series, width),
-            number(min(values)),
-            number(max(values)),
-        )
+        numbers = (number(values[-1]), number(min(values)), number(max(values)))
+        rows.append((title.partition(" (")[0], *numbers))
+        curves.append(series)
+    columns = [[row[place] for row in (("", "now", "from", "to"), *rows)] for place in range(4)]
+    needed = table_width(columns)
+    curve = min(width - needed - GAP, _CURVE[1])
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("now", justify="right", no_wrap=True, min_width=max(map(len, columns[1])))
+    if needed > width:
+        for title, now, _, _ in rows:
+            table.add_row(title, now)
+        return table
+    if curve >= _CURVE[0]:
+        curve_of = "first and newest steps" if look.has_gap else "over the steps"
+        table.add_column(curve_of if len(curve_of) <= curve else "steps", no_wrap=True)
+    table.add_column("from", justify="right", no_wrap=True)
+    table.add_column("to", justify="right", no_wrap=True)
+    for (title, now, low, high), series in zip(rows, curves, strict=True):
+        drawn = [sparkline(series, curve)] if curve >= _CURVE[0] else []
+        table.add_row(title, now, *[*drawn, low, high])
     return table
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from textwrap import fill
 from typing import Any
 
-from siirl_dask.commands.step_time import TimingOptions
+from siirl_dask.commands.planning.step_time import TimingOptions
 from siirl_dask.config import Config
 from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.checks.preflight import check

@@ -1,0 +1,1 @@
+"""Options of commands, apart from what the commands import."""

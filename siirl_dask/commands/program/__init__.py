@@ -1,0 +1,1 @@
+"""Parts that every command shares: its line is read, it ends, it writes files."""
