@@ -82,7 +82,7 @@ ONLY_IN = {
 NEEDS_ONLY = {
     "siirl_storage": {"pyarrow", "fsspec"},
     "planner": set(),
-    "rewards": {"math_verify"},
+    "rewards": {"math_verify", "reasoning_gym"},
     "pickling": {"cloudpickle"},
     "algorithms": {"torch"},
     "errors": set(),

@@ -53,7 +53,8 @@ import pkgutil
 from siirl_dask.models.broken_imports import hide
 
 hide()
-OPTIONAL = ("mcp", "megatron", "mindspeed", "peft", "sglang", "sklearn", "torch_npu", "vllm")
+OPTIONAL = ("gymnasium", "mcp", "megatron", "mindspeed", "peft", "reasoning_gym", "sglang", "sklearn")
+OPTIONAL += ("textarena", "torch_npu", "verifiers", "vllm")
 imported = 0
 for room in sys.argv.pop(1).split(","):
     package = importlib.import_module(f"siirl_dask.{room}")

@@ -25,8 +25,10 @@ from siirl_storage import Snapshot, StorageError, TableNotFound, join, open_fs, 
 from siirl_storage.files import full_name, list_files, open_input
 from siirl_storage.manifest import is_below
 
+from siirl_dask.datasets.ecosystem_rows import EcosystemRows
 from siirl_dask.datasets.text_files import JsonFiles, open_csv
 from siirl_dask.errors import DataError, UserError, did_you_mean
+from siirl_dask.planner.spec.ecosystems import ecosystem_name
 
 MAX_BATCH_BYTES = 2**30
 """Bytes that one batch of rows may take in memory."""
@@ -103,6 +105,18 @@ def open_inputs(source: str, separator: str | None = None) -> list[InputRows]:
     called .tsv. DataError when there is nothing, when it is unclear what is meant, or when it
     cannot be read.
     """
+    name = ecosystem_name(source)
+    if name is not None:
+        rows = EcosystemRows(name)
+        found = InputRows(
+            name=source,
+            source=source,
+            schema=rows.schema,
+            rows=None,
+            snapshot=None,
+            batches=rows.batches,
+        )
+        return [found]
     with readable(source):
         fs, path = open_fs(source)
         if has_magic(path) and not fs.exists(path):

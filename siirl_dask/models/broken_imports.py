@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
-_USERS = ("transformers", "vllm")
+_USERS = ("datasets", "transformers", "vllm")
 _MISSING = re.compile(r"operator torchvision::\w+ does not exist")
 # that torchvision describes to torch's compiler even where their code cannot be loaded
 _OPERATORS = {"nms", "qnms"}
@@ -43,8 +43,8 @@ class _HideOnFirstUse(MetaPathFinder):
 
 
 def hide() -> None:
-    """Make this process's first import of transformers or vLLM mend or hide the optional packages
-    that fail to import.
+    """Make this process's first import of transformers, vLLM or datasets mend or hide the optional
+    packages that fail to import.
 
     Entry points call this function: the command line, ``run``, each worker. Importing siirl_dask
     changes nothing.

@@ -6,6 +6,7 @@ recipe takes the function itself. ``build_scorer`` is the ``build`` of a role th
 
 from siirl_dask.rewards.code_execution.cases import code_execution
 from siirl_dask.rewards.math_answers import dapo_math, gsm8k, math_answer
+from siirl_dask.rewards.reasoning_answers import reasoning_gym
 from siirl_dask.rewards.scorer import RewardFn, Score, Scorer, build_scorer
 from siirl_dask.rewards.text_answers import (
     brevity,
@@ -28,5 +29,6 @@ __all__ = [
     "matches_format",
     "math_answer",
     "multiple_choice",
+    "reasoning_gym",
     "weighted_sum",
 ]

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from siirl_dask.errors import ConfigError, PlanError, did_you_mean
+from siirl_dask.planner.spec.ecosystems import environment_named
 
 T = TypeVar("T")
 # for anything else no module is imported: commands/planning/analyze.py looks for such names
@@ -30,11 +31,15 @@ _received: dict[str, object] = {}
 def resolve(name: str) -> Callable[..., Any]:
     """Return the function that ``module:function`` or ``folder/file.py:function`` names.
 
-    A file's path is absolute or relative to the working directory. A file is loaded once in a
+    An environment of another package has its own name there, ``gymnasium:FrozenLake-v1``; see
+    ``ecosystems.py``. A file's path is absolute or relative to the working directory. A file is loaded once in a
     process, as a module that is named by its path, so that ``function_name`` spells the function as
     it was given. PlanError, with the nearest spelling, if there is no such function, or if
     importing it fails.
     """
+    other = environment_named(str(name))
+    if other is not None:
+        return other
     found: Callable[..., Any] = _find(name, "function", callable)
     return found
 

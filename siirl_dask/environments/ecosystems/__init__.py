@@ -1,0 +1,3 @@
+"""Adapters of other packages' environments, one module each; ``planner/spec/ecosystems.py`` names
+them.
+"""

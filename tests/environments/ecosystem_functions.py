@@ -1,0 +1,10 @@
+"""Functions that a name of gymnasium's takes: what the policy sees, and its action."""
+
+
+def shown(observation, environment):
+    return f"{type(environment).__name__} at {observation}"
+
+
+def chosen(text, environment):
+    """An action for every turn that has one, whatever a model without training writes."""
+    return sum(text.encode()) % environment.action_space.n if text else None
