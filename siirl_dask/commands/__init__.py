@@ -68,7 +68,9 @@ GROUPS: dict[str, dict[str, Command]] = {
         ),
     },
     "Use a model": {
-        "chat": Command("chat", "add_chat", "chat", "talk to a run's model or a folder's"),
+        "chat": Command(
+            "options.chat", "add_chat", "run_chat", "talk to a run's model or a folder's"
+        ),
         "eval": Command(
             "options.evaluate", "add_eval", "run_eval", "sample from a model and score"
         ),

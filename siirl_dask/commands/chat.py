@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pyarrow as pa
 
+from siirl_dask.commands.options.chat import SHORT_FOR_KEYS
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_text
 from siirl_dask.config.secrets import redacted
@@ -43,39 +44,9 @@ if TYPE_CHECKING:
     from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
     from siirl_dask.rollout.transformers_engine import TransformersEngine
 
-_OPTIONS = {
-    "temperature": ("validation.temperature", "T", "default: the run's, or 0: the most likely"),
-    "max-tokens": ("rollout.max_response_length", "N", "longest response, in tokens"),
-}
-"""Options that are short for a key: {option: (key, placeholder, help)}."""
 _NEW = "/new"
 _HELD = "\N{REPLACEMENT CHARACTER}"
 """End of a text whose last character has tokens that are still to come."""
-
-
-def add_chat(command: ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    command.add_argument(
-        "model", metavar="RUN_OR_MODEL", help="a run's folder or URL, or a Hugging Face folder"
-    )
-    command.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="such as validation.top_p=0.9"
-    )
-    command.add_argument(
-        "--prompt", metavar="TEXT", help="answer this one, and end; default: lines of the input"
-    )
-    command.add_argument("--system", metavar="TEXT", help="system message before the prompts")
-    command.add_argument(
-        "--raw", action="store_true", help="continue the text as it is, without the chat template"
-    )
-    command.add_argument(
-        "--step", type=int, metavar="S", help="checkpoint of a run; default: the newest"
-    )
-    command.add_argument(
-        "--role", metavar="ROLE", help="role of a run whose model answers; default: policy"
-    )
-    for name, (key, metavar, text) in _OPTIONS.items():
-        command.add_argument(f"--{name}", dest=key, metavar=metavar, help=f"{text} ({key})")
 
 
 def chat(chosen: Namespace) -> None:
@@ -166,7 +137,7 @@ def _config(chosen: Namespace, is_run: bool) -> Config:
         if text.partition("=")[0] == "model.path":
             raise ConfigError(f"{text}: chat takes the model as its first argument")
     given = vars(chosen)
-    short = {key: given[key] for key, *_ in _OPTIONS.values() if given[key] is not None}
+    short = {key: given[key] for key, *_ in SHORT_FOR_KEYS.values() if given[key] is not None}
     # one response a prompt, which may be the most likely one
     settings = {"validation.n": 1, "validation.k": [], **short}
     overrides = [*(f"{key}={_spelled(value)}" for key, value in settings.items())]
