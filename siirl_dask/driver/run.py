@@ -15,6 +15,7 @@ from siirl_dask.config import Config, Dtype, Engine
 from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.checks.number_type import OpenTypes, expected_dtype, is_open
 from siirl_dask.driver.checks.preflight import check, check_observation
+from siirl_dask.driver.checks.reachable import check_models_here
 from siirl_dask.driver.clusters.cluster import connect, reconnect
 from siirl_dask.driver.clusters.processes import hosts_of, workers_needed
 from siirl_dask.driver.driver import Driver
@@ -116,6 +117,7 @@ def run(
                 progress.note(note)
             starts.write(config.run.url, fresh=fresh)
             checked = check(config, planned)
+        check_models_here(config.cluster, checked.reads)
         job = Job(
             config=config,
             dag=dag,

@@ -77,7 +77,7 @@ def report(to, *runs):
 
 def test_a_run_is_told_from_any_store_to_any_store(store_url, capsys):
     content, page = report(
-        join(store_url, "pages", "report.html"), whole_run(join(store_url, "run"), traced=1)
+        join(store_url, "report.html"), whole_run(join(store_url, "run"), traced=1)
     )
     for told in (
         "quickstart complete",

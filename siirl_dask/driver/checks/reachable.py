@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from distributed import Client
 from siirl_storage.files import absolute
 
+from siirl_dask.config import ClusterConfig
 from siirl_dask.coordinator.source import Mixture
 from siirl_dask.driver.phases import Phases
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.models.remote import is_remote
 from siirl_dask.planner import LoadPrompts
 from siirl_dask.runs.folder import probe
@@ -58,6 +60,23 @@ def check_reachable(
             "a model of the hub is hf://org/name"
         )
         raise Unreachable("; ".join(problems[:_NAMED]) + more + expected)
+
+
+def check_models_here(cluster: ClusterConfig, reads: Mapping[str, Sequence[str]]) -> None:
+    """Raise ConfigError, with the nearest name, for a model that is not on this machine, where the
+    workers will be. ``reads`` has the folders that the workers of each role read.
+    """
+    if cluster.exists or cluster.spec:
+        return
+    for role, urls in reads.items():
+        for what, url in zip(("model", "adapters"), urls, strict=False):
+            if is_remote(url) or Path(url).exists():
+                continue
+            beside = (str(other) for other in Path(url).parent.glob("*"))
+            raise ConfigError(
+                f"the {what} of role {role!r} is not at {url!r}: expected a Hugging Face folder, or "
+                f"a URL such as hf://org/name{did_you_mean(url, beside)}"
+            )
 
 
 def _read_by(
