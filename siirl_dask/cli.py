@@ -20,6 +20,7 @@ from siirl_dask.commands.script import (
     overrides_of,
     train,
 )
+from siirl_dask.commands.serve import add_serve, serve
 from siirl_dask.commands.steps import steps_between
 from siirl_dask.commands.trace import add_trace, show_trace
 from siirl_dask.commands.watch import WATCH_EXIT_CODES, add_watch, watch
@@ -132,6 +133,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_watch(
         commands.add_parser(
             "watch", help="show a run, wherever it is, until it ends", epilog=WATCH_EXIT_CODES
+        )
+    )
+    add_serve(
+        commands.add_parser(
+            "serve",
+            help="show the page of a run, or of a folder of runs, without a cluster",
+            epilog=EXIT_CODES,
         )
     )
     whole = commands.add_parser("check", help="verify every file of a run", epilog=CHECK_EXIT_CODES)
@@ -341,6 +349,8 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             sys.exit(watch(chosen))
         case "report":
             write_report(chosen)
+        case "serve":
+            serve(chosen)
         case "check":
             sys.exit(check(chosen.run))
         case "eval":
