@@ -69,8 +69,8 @@ def describe_run(
     if devices is not None and devices < 1:
         raise ConfigError(f"--devices {devices}: expected at least 1 accelerator on each host")
     times = None if timing is None else timing.resolve(config)
-    device = None if timing is None else timing.device
-    planned = plan_checked(config, dag, validation, hosts=hosts, device=device)
+    named = None if timing is None else timing.device
+    planned = plan_checked(config, dag, validation, hosts=hosts, device=named)
     config = planned.config
     phases = planned.phases
     checked = planned.checked
@@ -79,7 +79,9 @@ def describe_run(
     check_observation(config, phases[Phase.TRAIN][0])
     check_writable(config.run.url, write=False)
     notes = redacted(planned.notes)
-    warnings = redacted(checked.warnings)
+    warnings: list[str] = []
+    if named is None and hosts is None:  # else the plan is for another machine
+        warnings = redacted(checked.warnings)
     shown = _shown(config, phases)
     accelerator = device_memory(config)
     cards = cards_of(phases[Phase.TRAIN][0], checked.footprints, devices)

@@ -1,5 +1,5 @@
-"""What came of a run, where it lies and what to type next: the same for `run`, `quickstart` and
-pipeline scripts.
+"""Prints what came of a run, where it lies and what to type next: the same for `run`, `quickstart`
+and pipeline scripts.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def program() -> str:
 
 @dataclass(slots=True)
 class _Found:
-    """What the run's folder has."""
+    """Files and figures of the run's folder."""
 
     files: dict[str, str] = field(default_factory=dict)
     first_reward: float | None = None

@@ -54,7 +54,7 @@ class Checked:
     row_notes: list[str]
     """Sentences among the notes that are about rows of the datasets."""
     shortage: MemoryShortage | None
-    """What the workers may need of this machine's memory beyond what there is."""
+    """Memory that the workers may need of this machine beyond what there is; None where they fit."""
 
     @property
     def warnings(self) -> list[str]:
@@ -96,9 +96,12 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
         check_devices(accelerator, cards_of(plan, footprints))
     memory = memory_of(config, phases, costs, accelerators=accelerator is not None)
     check_memory(config, memory)
-    on_host = memory
-    if accelerator is None and _computes_on_accelerators(config):
-        on_host = memory_of(config, phases, costs, accelerators=True)
+    shortage: MemoryShortage | None = None
+    computes_here = _computes_on_accelerators(config)
+    if accelerator is None and computes_here:
+        shortage = find_shortage(config, memory_of(config, phases, costs, accelerators=True))
+    elif accelerator is None or computes_here:  # else the run is planned for another machine
+        shortage = find_shortage(config, memory)
     row_notes = _notes_on_rows(phases)
     return Checked(
         memory=memory,
@@ -106,7 +109,7 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
         reads={name: cost.reads for name, cost in costs.items()},
         footprints=footprints,
         row_notes=row_notes,
-        shortage=find_shortage(config, on_host),
+        shortage=shortage,
     )
 
 

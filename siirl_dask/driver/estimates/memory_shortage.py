@@ -29,9 +29,9 @@ class MemoryShortage:
     """A run whose workers may need more memory than this machine has."""
 
     text: str
-    """What they may need, and what there is."""
+    """Bytes that they may need, and that there are, in words."""
     cure: str
-    """What to lower."""
+    """The key to lower, in words."""
     is_certain: bool
     """True where the processes and what their roles hold is too much alone."""
 

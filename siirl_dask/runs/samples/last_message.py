@@ -1,4 +1,4 @@
-"""What a prompt asks: the last message of its user, without the template's text around it."""
+"""Finds in a prompt the last message of its user, without the template's text around it."""
 
 from __future__ import annotations
 
@@ -89,4 +89,4 @@ def is_chat(kind: pa.DataType) -> bool:
     fields = {field.name: field.type for field in message}
     if "role" not in fields or "content" not in fields:
         return False
-    return pa.types.is_string(fields["content"]) or pa.types.is_large_string(fields["content"])
+    return fields["content"] in (pa.string(), pa.large_string())

@@ -68,7 +68,8 @@ class CurvesPanel:
         for drawn, panel in zip(self._drawn, PANELS, strict=True):
             found = {name: curves(records, panel) for name, records in runs.items()}
             drawn.show(found)
-            drawn.root.visible = panel is REWARD or any(map(_says_something, found.values()))
+            says_something = any(map(_says_something, found.values()))
+            drawn.root.visible = True if panel is REWARD else says_something
         self._draw_free()
 
     def _draw_free(self) -> None:

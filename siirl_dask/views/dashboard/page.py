@@ -29,7 +29,7 @@ from siirl_dask.views.dashboard.reader import Held
 from siirl_dask.views.dashboard.records import merged
 from siirl_dask.views.dashboard.samples_panel import SamplesPanel, Seen
 from siirl_dask.views.dashboard.source import PageSource
-from siirl_dask.views.dashboard.store import MOST_RECORDS, Ending, LiveRun
+from siirl_dask.views.dashboard.store import MOST_RECORDS, LiveRun, RunEnding
 from siirl_dask.views.dashboard.style import farewells, themes
 from siirl_dask.views.dashboard.timeline import Timeline, timeline
 from siirl_dask.views.dashboard.timeline_panel import MOST_LANES, TimelinePanel
@@ -106,7 +106,7 @@ class Page:
 
     @property
     def farewell(self) -> Any:
-        """What the browser shows where it has lost the connection."""
+        """Text that the browser shows where it has lost the connection."""
         return self._top.farewell
 
     @property
@@ -144,14 +144,14 @@ class Page:
         self._top.show(run, head)
         run.looked_at = now
 
-    def _ending(self, run: LiveRun) -> Ending | None:
+    def _ending(self, run: LiveRun) -> RunEnding | None:
         """Return how the run ended; None while it goes on, or where it has not said."""
         if run.ended is not None or self._source.goes_on(run):
             return run.ended
         held: Held[Summary] = self._reader.get(
             ("summary", run.url), lambda: read_summary(run.url), run.plugin
         )
-        return None if held.value is None else Ending.of(held.value)
+        return None if held.value is None else RunEnding.of(held.value)
 
     def _forget(self) -> None:
         """Draw everything again: the viewer has chosen another run."""

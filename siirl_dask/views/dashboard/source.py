@@ -1,5 +1,5 @@
-"""What a page asks about runs that goes beyond their folders: which there are, whether they go on,
-and what their workers do.
+"""Tells a page of runs what their folders do not: which there are, whether they go on, and what
+their workers do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from siirl_dask.views.dashboard.workers_panel import WorkerState
 
 @dataclass(frozen=True, slots=True)
 class Pulses:
-    """What workers of a run told last."""
+    """Readings of the workers of a run, as they told them last."""
 
     readings: Mapping[str, tuple[int, str, bool]] = field(default_factory=dict)
     """Things done, place, and whether it waits, of each worker."""

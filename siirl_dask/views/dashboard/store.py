@@ -31,7 +31,7 @@ _LONGEST = 500  # characters of an error, and of a command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class RunEnding:
     """How a run ended."""
 
     status: str
@@ -44,11 +44,11 @@ class Ending:
     slowest: Slowest | None = None
 
     @staticmethod
-    def of(summary: Summary) -> Ending:
+    def of(summary: Summary) -> RunEnding:
         """Return what a run's summary says."""
         failure = summary.failure
         resume = None if failure is None else failure.resume
-        return Ending(
+        return RunEnding(
             status=str(summary.status),
             error=(summary.error or "")[:_LONGEST],
             resume=(resume or "")[:_LONGEST],
@@ -78,7 +78,7 @@ class LiveRun:
     live: Live = field(default_factory=Live)
     seconds: float = 0.0
     """Seconds of all its steps, validations and tests so far."""
-    ended: Ending | None = None
+    ended: RunEnding | None = None
     """How it ended; None while it goes on, and where it has not said."""
     version: int = 0
     """Grows with whatever is told of the run."""
@@ -156,7 +156,7 @@ class RunStore:
         status = about.get("status")
         if run is None or status not in set(Status):
             return None
-        run.ended = Ending(
+        run.ended = RunEnding(
             status=str(status),
             error=str(about.get("error", ""))[:_LONGEST],
             resume=str(about.get("resume", ""))[:_LONGEST],

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from bokeh.models import CustomJS, HoverTool, Row, UIElement
+from bokeh.models import CustomJS, HoverTool, LayoutDOM, Row
 from bokeh.models.annotations import Title
 from bokeh.models.widgets import DataTable, Div
 from bokeh.plotting import figure
@@ -203,10 +203,14 @@ def farewells(farewell: Div) -> tuple[CustomJS, CustomJS]:
     return lost, CustomJS(args=arguments, code=_WALK + _BACK)
 
 
-def grid(*children: UIElement, least: int) -> Row:
+def grid(*children: LayoutDOM, least: int) -> Row:
     """Return the children side by side, as many as have ``least`` pixels each; the others below."""
     columns = f"repeat(auto-fit, minmax(min(100%, {least}px), 1fr))"
-    styles = {"display": "grid", "grid-template-columns": columns, "gap": "0 10px"}
+    styles: dict[str, str | None] = {
+        "display": "grid",
+        "grid-template-columns": columns,
+        "gap": "0 10px",
+    }
     return Row(children=list(children), sizing_mode="stretch_width", styles=styles)
 
 

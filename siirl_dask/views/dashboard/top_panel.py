@@ -22,7 +22,7 @@ from siirl_dask.views.charts.figures import duration, number
 from siirl_dask.views.charts.series import series_of
 from siirl_dask.views.charts.sparkline import sparkline
 from siirl_dask.views.dashboard.records import latest
-from siirl_dask.views.dashboard.store import Ending, LiveRun
+from siirl_dask.views.dashboard.store import LiveRun, RunEnding
 from siirl_dask.views.dashboard.style import TEXTS, WIDGETS, echo
 
 _EVEN = 1.1  # times the others' median: what is less is no news
@@ -47,10 +47,10 @@ class HeadSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What the head says besides the records of the run."""
+    """Facts that the head says besides the records of the run."""
 
     goes_on: bool = False
-    ending: Ending | None = None
+    ending: RunEnding | None = None
     """How it ended, where it has said so."""
     found: Bottleneck | None = None
     silent: float = 0.0

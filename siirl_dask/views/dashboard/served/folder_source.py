@@ -11,7 +11,7 @@ from siirl_dask.runs.samples.token_texts import tokenizer_file
 from siirl_dask.views.dashboard.reader import Held, Reader
 from siirl_dask.views.dashboard.records import thinned
 from siirl_dask.views.dashboard.source import Pulses
-from siirl_dask.views.dashboard.store import MOST_RECORDS, Ending, LiveRun, RunStore
+from siirl_dask.views.dashboard.store import MOST_RECORDS, LiveRun, RunEnding, RunStore
 from siirl_dask.views.watch.look import Life, Look, Watcher
 
 _EVERY = 2.0  # seconds between two looks at a run that goes on
@@ -76,7 +76,7 @@ class FolderSource:
     def _take(self, look: Look) -> None:
         run = self._run
         run.name = look.name
-        run.steps = look.total or 0
+        run.steps = 0 if look.total is None else look.total
         run.tokenizer = self._looks.tokenizer(run.url)
         run.records = thinned(look.records, MOST_RECORDS)
         run.seconds = sum(record["seconds"] for record in look.records)
@@ -97,10 +97,10 @@ class FolderSource:
         return Pulses()
 
 
-def _ending(look: Look) -> Ending | None:
+def _ending(look: Look) -> RunEnding | None:
     if look.life is Life.ENDED and look.summary is not None:
-        return Ending.of(look.summary)
+        return RunEnding.of(look.summary)
     if look.life is Life.GONE:
         error = "its process was killed, or is cut off from its store"
-        return Ending(status=_GONE, error=error, steps=look.done)
+        return RunEnding(status=_GONE, error=error, steps=look.done)
     return None

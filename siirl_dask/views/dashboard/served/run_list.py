@@ -104,7 +104,7 @@ def _cells(run: ListedRun) -> Iterator[str]:
     box = f"<input type='checkbox' name='name' value='{safe(run.name)}' aria-label='compare'>"
     yield f"{box} <a href='{safe(run_address(run.name))}'>{safe(run.name)}</a>"
     summary = run.summary
-    goes_on = run.start is not None and not run.start.is_over
+    goes_on = False if run.start is None else not run.start.is_over
     if run.problem:
         yield f"<span class='failed'>{safe(run.problem[:80])}</span>"
     elif goes_on:
@@ -118,8 +118,10 @@ def _cells(run: ListedRun) -> Iterator[str]:
     else:
         scores = summary.validation
         yield f"{summary.steps:,}"
-        measured = scores.first is not None or scores.last is not None
-        yield f"{number(scores.first)} &rarr; {number(scores.last)}" if measured else ""
+        if scores.first is None and scores.last is None:
+            yield ""
+        else:
+            yield f"{number(scores.first)} &rarr; {number(scores.last)}"
         yield "" if scores.test is None else number(scores.test)
         yield duration(summary.seconds)
     yield "" if run.start is None else safe(run.start.holder.started)

@@ -85,7 +85,7 @@ class RunServer:
         self._looks = Looks()
         template = get_env().from_string(SERVED_TEMPLATE)
         show = partial(_document, runs, self._looks, template)
-        patterns = [
+        patterns: list[Any] = [
             ("/", _ListHandler, {"runs": runs}),
             ("/compare", _CompareHandler, {"runs": runs}),
         ]
