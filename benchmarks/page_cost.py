@@ -21,12 +21,15 @@ from typing import Any
 from bokeh.document import Document
 from bokeh.document.events import DocumentPatchedEvent
 from bokeh.protocol import Protocol
+from distributed.dashboard.components.scheduler import env
 from siirl_storage import stage_part
 
 from siirl_dask.observe.trace.trace_table import trace_table
 from siirl_dask.trace import Entry, Lane
 from siirl_dask.views.dashboard.page import show_page
+from siirl_dask.views.dashboard.scheduler_source import SchedulerSource
 from siirl_dask.views.dashboard.store import RunStore
+from siirl_dask.views.dashboard.style import TEMPLATE
 
 _EVERY = 0.5  # seconds between two looks of a viewer
 _SECOND = 10**9
@@ -46,7 +49,8 @@ def main() -> None:
         _begin(store, folder, given.workers)
         alone = min(_step(store, folder, given.workers, at) for at in range(1, given.steps + 1))
         viewer = Document()
-        show_page(scheduler, store, {}, viewer)
+        source = SchedulerSource(scheduler, store)
+        show_page(source, env.from_string(TEMPLATE), {}, viewer)
         viewer.on_change(_message)
         (callback,) = viewer.session_callbacks
         look = callback.callback

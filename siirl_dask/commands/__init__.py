@@ -52,6 +52,9 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "Look at a run": {
         "watch": Command("watch", "add_watch", "watch", "show a run until it ends"),
+        "serve": Command(
+            "serve", "add_serve", "serve", "serve the page of a run, or of a folder"
+        ),
         "report": Command(
             "report", "add_report", "write_report", "write one HTML page on a run, or on several"
         ),

@@ -10,11 +10,15 @@ from dataclasses import asdict, replace
 
 from rich.text import Text
 
-from siirl_dask.config.file import load_config_file
+from siirl_dask.commands.plan import plan_checked
+from siirl_dask.config.file import ConfigFile, load_config_file
 from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.doctor import DoctorFinding, DoctorState, examine
-from siirl_dask.errors import ConfigError, counted
+from siirl_dask.driver.doctor.finding import fault, note, ok
+from siirl_dask.driver.phases import dags
+from siirl_dask.errors import ConfigError, UserError, counted
 from siirl_dask.observe import PipeConsole, printable
+from siirl_dask.planner.explain.tables import readable_bytes
 
 _STYLES = {DoctorState.OK: "green", DoctorState.NOTE: "yellow", DoctorState.FAULT: "bold red"}
 
@@ -28,7 +32,12 @@ def doctor(config: str | None, overrides: Sequence[str], *, as_json: bool) -> in
         raise ConfigError(
             f"{given[0]!r} is given without a CONFIG: expected siirl-dask doctor CONFIG key=value"
         )
-    found = examine(None if config is None else load_config_file(config, overrides).config)
+    found: list[DoctorFinding]
+    if config is None:
+        found = examine(None)
+    else:
+        file = load_config_file(config, overrides)
+        found = [*examine(file.config), _memory_of_run(file)]
     findings = [
         replace(finding, text=redacted(finding.text), cure=redacted(finding.cure))
         for finding in found
@@ -44,6 +53,23 @@ def doctor(config: str | None, overrides: Sequence[str], *, as_json: bool) -> in
     else:
         _print(findings, faults)
     return 1 if faults else 0
+
+
+def _memory_of_run(file: ConfigFile) -> DoctorFinding:
+    """Return a finding on what the workers may need of this machine's memory."""
+    part = "memory of the run"
+    try:
+        planned = plan_checked(file.config, *dags(file))
+    except UserError as error:
+        cure = "`siirl-dask plan` with the same arguments says all that a run refuses"
+        return note(part, f"it is not known, since a run would be refused: {error}", cure)
+    shortage = planned.checked.shortage
+    if shortage is None:
+        needed = sum(group.total * len(group.workers) for group in planned.checked.memory)
+        return ok(part, f"at most {readable_bytes(needed)} for {len(planned.workers)} workers")
+    if shortage.is_certain:
+        return fault(part, shortage.text, shortage.cure)
+    return note(part, shortage.text, shortage.cure)
 
 
 def _print(findings: Sequence[DoctorFinding], faults: int) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from siirl_dask.commands.planning.hosts import describe_hosts, links_as_data, place_workers
@@ -20,7 +20,7 @@ from siirl_dask.driver.checks.number_type import (
     with_dtype,
     with_dtype_in_dag,
 )
-from siirl_dask.driver.checks.preflight import check, check_observation
+from siirl_dask.driver.checks.preflight import Checked, check, check_observation
 from siirl_dask.driver.checks.prompt_rows import first_prompt
 from siirl_dask.driver.estimates.device_memory import Cards, cards_of, device_memory
 from siirl_dask.driver.estimates.memory import WorkerMemory, sizes_of
@@ -39,7 +39,7 @@ from siirl_dask.driver.phases import (
 )
 from siirl_dask.driver.starts import find_starts
 from siirl_dask.errors import ConfigError, counted
-from siirl_dask.planner import DAG, Phase, Plan, TableSizes
+from siirl_dask.planner import DAG, Hosts, Phase, Plan, TableSizes
 from siirl_dask.planner.explain.device_memory import card_as_data, describe_card, summary
 from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
 from siirl_dask.runs.folder import check_writable
@@ -69,25 +69,19 @@ def describe_run(
     if devices is not None and devices < 1:
         raise ConfigError(f"--devices {devices}: expected at least 1 accelerator on each host")
     times = None if timing is None else timing.resolve(config)
-    validation = validation_of(config, dag, validation)
-    starts = find_starts(config, (dag, validation))
-    config, dag, validation = starts.with_bases(*starts.with_folders(config, dag, validation))
-    dags = [dag] if validation is None else [dag, validation]
-    expected: NumberType | None = None
-    if is_open(config, dags):
-        expected = expected_dtype(config.cluster, device=None if timing is None else timing.device)
-        config = with_dtype(config, expected.dtype)
-        dag = with_dtype_in_dag(dag, expected.dtype)
-        validation = None if validation is None else with_dtype_in_dag(validation, expected.dtype)
-    workers = worker_names(config)
-    placed = None if hosts is None else place_workers(workers, hosts)
-    phases = plan_phases(config, dag, validation, workers, placed, assume_columns=True)
+    named = None if timing is None else timing.device
+    planned = plan_checked(config, dag, validation, hosts=hosts, device=named)
+    config = planned.config
+    phases = planned.phases
+    checked = planned.checked
+    workers = planned.workers
+    placed = planned.placed
     check_observation(config, phases[Phase.TRAIN][0])
-    checked = check(config, phases, refuse_devices=False)
     check_writable(config.run.url, write=False)
-    notes = redacted([*starts.notes, *_assumed(config), *checked.notes])
-    if expected is not None:
-        notes.append(expected.note)
+    notes = redacted(planned.notes)
+    warnings: list[str] = []
+    if named is None and hosts is None:  # else the plan is for another machine
+        warnings = redacted(checked.warnings)
     shown = _shown(config, phases)
     accelerator = device_memory(config)
     cards = cards_of(phases[Phase.TRAIN][0], checked.footprints, devices)
@@ -111,11 +105,13 @@ def describe_run(
                 if worker_devices is None
                 else {"topology": worker_devices_as_data(worker_devices, train)}
             )
-            parts = {"version": 1, "notes": notes, "phases": plans, "memory": memory}
+            said = {"notes": notes, "warnings": warnings}
+            parts = {"version": 1, **said, "phases": plans, "memory": memory}
             return json.dumps({**parts, **device, **time, **where, **shows}, indent=1)
         case "svg":
             return draw(shown)
-    texts = [f"note: {note}" for note in notes]
+    texts = [f"warning: {text}" for text in warnings]
+    texts += [f"note: {note}" for note in notes]
     for phase, (plan, sizes) in shown.items():
         texts.append(f"== {phase} ==\n\n{describe(plan, sizes)}")
         texts += (
@@ -137,6 +133,52 @@ def describe_run(
             f"== topology ==\n\n{describe_worker_devices(worker_devices, phases[Phase.TRAIN][0])}"
         )
     return "\n\n".join(texts if seconds is None else [*texts, seconds.text()])
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedPlan:
+    """A run that was planned and checked, of which nothing was started."""
+
+    config: Config
+    phases: Phases
+    workers: Sequence[str]
+    placed: Hosts | None
+    """The host of each worker, where hosts were asked for."""
+    checked: Checked
+    notes: Sequence[str]
+
+
+def plan_checked(
+    config: Config,
+    dag: DAG,
+    validation: DAG | None,
+    *,
+    hosts: Sequence[int] | None = None,
+    device: str | None = None,
+) -> CheckedPlan:
+    """Plan a run and check it as its start would, but for accelerators that are too small.
+
+    ``hosts`` are numbers of workers on each, ``device`` the one that ``--on`` names. UserError for
+    a run that cannot work.
+    """
+    validation = validation_of(config, dag, validation)
+    starts = find_starts(config, (dag, validation))
+    config, dag, validation = starts.with_bases(*starts.with_folders(config, dag, validation))
+    dags = [dag] if validation is None else [dag, validation]
+    expected: NumberType | None = None
+    if is_open(config, dags):
+        expected = expected_dtype(config.cluster, device=device)
+        config = with_dtype(config, expected.dtype)
+        dag = with_dtype_in_dag(dag, expected.dtype)
+        validation = None if validation is None else with_dtype_in_dag(validation, expected.dtype)
+    workers = worker_names(config)
+    placed = None if hosts is None else place_workers(workers, hosts)
+    phases = plan_phases(config, dag, validation, workers, placed, assume_columns=True)
+    checked = check(config, phases, refuse_devices=False)
+    notes = [*starts.notes, *_assumed(config), *checked.notes]
+    if expected is not None:
+        notes.append(expected.note)
+    return CheckedPlan(config, phases, workers, placed, checked=checked, notes=notes)
 
 
 def _shown(config: Config, phases: Phases) -> dict[str, tuple[Plan, TableSizes]]:

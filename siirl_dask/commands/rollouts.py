@@ -94,6 +94,9 @@ def add_questions(command: ArgumentParser) -> None:
         "--table", default=TABLE, metavar="NAME", help="rollouts (default), validation or test"
     )
     command.add_argument(
+        "--full", action="store_true", help="prompts and responses as the model saw them, uncut"
+    )
+    command.add_argument(
         "--html", metavar="FILE", help="write the answers as one page; without a question, to all"
     )
     command.add_argument(
@@ -134,7 +137,7 @@ def _show(rollouts: Rollouts, asked: Namespace, *, chosen: bool) -> None:
     elif chosen:
         console = PipeConsole()
         for answer in _answers(rollouts, asked):
-            print_answer(console, answer)
+            print_answer(console, answer, full=asked.full)
     else:
         with as_data_error():
             text = str(rollouts.sql(asked.sql or questions.overview_sql(rollouts)))
@@ -175,10 +178,12 @@ def _answers(rollouts: Rollouts, asked: Namespace) -> Iterator[QueryResult]:
         then, now = asked.diff
         title = f"The same prompts in step {then} and in step {now}"
         yield QueryResult(
-            title, images.added_to(questions.diff(rollouts, then, now)), AnswerLayout.CHANGES
+            title,
+            images.added_to(questions.diff(rollouts, then, now, full=asked.full)),
+            AnswerLayout.CHANGES,
         )
     wanted = {name: count for name in _ORDER if (count := getattr(asked, name)) is not None}
     decode = decoder_of_run(asked.run) if wanted and spoken_columns(rollouts) else None
     for name, count in wanted.items():
-        samples = images.added_to(_ORDER[name](rollouts, count, decode))
+        samples = images.added_to(_ORDER[name](rollouts, count, decode, full=asked.full))
         yield QueryResult(f"{name.capitalize()} samples", samples, AnswerLayout.SAMPLES)

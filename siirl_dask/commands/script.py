@@ -65,15 +65,18 @@ def main(
 
 
 def train(config: Config, dag: DAG, validation: DAG | None, options: argparse.Namespace) -> None:
-    """Run the training as ``--fresh`` and ``--force`` say."""
+    """Run the training as ``--fresh`` and ``--force`` say, and print what came of it."""
     with EndsAtOnce():
         check_plugins()
         # dask and torch: seconds that `plan` and `--help` need not wait for
+        from siirl_dask.commands.run_end import print_run_end
         from siirl_dask.driver.run import run
 
-    run(
+    summary = run(
         config, dag, validation, fresh=options.fresh, force=options.force, command=resuming(options)
     )
+    if config.observe.progress:
+        print_run_end(config, summary)
 
 
 def resuming(options: argparse.Namespace) -> str:

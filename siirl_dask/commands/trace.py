@@ -27,7 +27,7 @@ from siirl_dask.observe.trace.bottleneck import (
 )
 from siirl_dask.observe.trace.chrome_trace import chrome_trace
 from siirl_dask.runs.reader import open_run
-from siirl_dask.runs.trace import Trace, read_trace
+from siirl_dask.runs.trace import RECENT_STEPS, Trace, read_recent, read_trace
 from siirl_dask.trace import Lane
 from siirl_dask.views.table_width import table_width
 
@@ -51,7 +51,10 @@ def add_trace(command: ArgumentParser) -> None:
         "--step", type=one_step, dest="steps", metavar="N", help="of this step alone"
     )
     command.add_argument(
-        "--steps", type=steps_between, metavar="A:B", help="of steps A to B; default: the newest"
+        "--steps",
+        type=steps_between,
+        metavar="A:B",
+        help=f"of steps A to B; default: the newest {RECENT_STEPS}",
     )
     command.add_argument(
         "-o", "--output", metavar="FILE", help="write a trace for ui.perfetto.dev, at a path or URL"
@@ -63,7 +66,8 @@ def show_trace(chosen: Namespace) -> None:
     without a trace.
     """
     open_run(chosen.run)
-    trace = read_trace(chosen.run, chosen.steps)
+    steps = chosen.steps
+    trace = read_recent(chosen.run) if steps is None else read_trace(chosen.run, steps)
     console = PipeConsole()
     print_bottleneck(console, trace, find_bottleneck(trace.spans))
     if chosen.output:

@@ -4,6 +4,8 @@ resume it.
 
 from __future__ import annotations
 
+import shlex
+
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import Fenced, FolderGone, Interrupted, SiirlError
@@ -39,6 +41,19 @@ def failure_text(config: Config, error: SiirlError, steps: int, command: str | N
         return [_where_weights_are(error, config.run.url, steps)]
     if isinstance(error, (Fenced, Interrupted)):
         return []
+    url = redacted(config.run.url)
+    logs = (
+        f"logs     {_where_logs_are(config.cluster, error)}; `siirl-dask trace {url}` says what "
+        "the workers did"
+    )
+    first, *others = going_on_text(config, steps, command)
+    return [first, logs, *others]
+
+
+def going_on_text(config: Config, steps: int, command: str | None) -> list[str]:
+    """Return lines on a run that ended before its last step: how far it came, what shows it, and
+    ``command``, which resumes it, where that is known.
+    """
     newest = _newest_checkpoint(config.run.url)
     where = (
         f"after step {newest}, of which there is a checkpoint"
@@ -48,8 +63,7 @@ def failure_text(config: Config, error: SiirlError, steps: int, command: str | N
     url = redacted(config.run.url)
     lines = [
         f"run      {url}: {steps} of {config.run.steps} steps are done; it goes on {where}",
-        f"logs     {_where_logs_are(config.cluster, error)}; `siirl-dask trace {url}` says what "
-        "the workers did",
+        f"look     siirl-dask serve {shlex.quote(url)}",
     ]
     if command is not None:
         lines.append(f"resume   {redacted(command)}")

@@ -38,6 +38,7 @@ from siirl_dask.observe import (
     write_summary,
 )
 from siirl_dask.observe.backends import TrackedRun, Tracker, tracked_id
+from siirl_dask.observe.metrics import STEP_SECONDS
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import Attempt
 from siirl_dask.runs.trace import slowest_of
@@ -336,6 +337,12 @@ class RunLog:
 
 
 def _add_speeds(metrics: dict[str, float | None], seconds: float) -> None:
+    """Add what was done a second, by the time that workers took; ``seconds`` passed between the
+    reports of two steps, which may come at once.
+    """
+    own = metrics.get(STEP_SECONDS)
+    if own:
+        seconds = own
     for name in ("samples", "tokens"):
         count = metrics.get(name)
         if count is not None:

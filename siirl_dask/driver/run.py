@@ -20,6 +20,7 @@ from siirl_dask.driver.clusters.cluster import connect, reconnect
 from siirl_dask.driver.clusters.processes import hosts_of, workers_needed
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.estimates.speeds import note_on_float32
+from siirl_dask.driver.failure_text import going_on_text
 from siirl_dask.driver.iterations import CompletedIteration, iterations
 from siirl_dask.driver.launch import Job, Launch, plan_run, prepare_launch
 from siirl_dask.driver.log import RunLog
@@ -171,6 +172,8 @@ def _with_workers_dtype(job: Job, log: RunLog, client: Client) -> Job:
 def _run(job: Job, log: RunLog) -> Summary:
     """Run as ``run`` does, once this start has the folder."""
     try:
+        for warning in job.checked.warnings:
+            log.progress.warn(warning)
         fetch_here(job.models, job.config.cluster, log.progress)
         _note_start(log)
         _launch_until_done(job, log)
@@ -181,7 +184,10 @@ def _run(job: Job, log: RunLog) -> Summary:
             "written is whole"
         )
         log.end(Status.INTERRUPTED, message + str(stop))
-        raise Interrupted(message + str(stop)) from None
+        interrupted = Interrupted(message + str(stop))
+        if log.begun:
+            interrupted.report = "\n".join(going_on_text(job.config, log.steps, log.command))
+        raise interrupted from None
     except BaseException as error:
         fenced = None if isinstance(error, Fenced) else _fenced(log)
         if fenced is not None:
@@ -252,6 +258,7 @@ def _launch_until_done(job: Job, log: RunLog) -> None:
                             )
                     driver = launch.driver
                     _drive(launch, log, client, restarts, previous)
+                    log.page.end(Status.COMPLETE)
                     return
                 except SiirlError as error:
                     if not restarts.after(error, log.steps):
@@ -263,6 +270,12 @@ def _launch_until_done(job: Job, log: RunLog) -> None:
                 progress.close()
                 restarts.pause(failure)
                 log.attempt.begin_again()
+        except KeyboardInterrupt:
+            log.page.end(Status.INTERRUPTED, "stopped by the user", log.command)
+            raise
+        except Exception as error:
+            log.page.end(Status.FAILED, str(error), log.command)
+            raise
         finally:
             if driver is not None and config.cluster.exists:
                 driver.close()

@@ -14,13 +14,15 @@ from typing import Any
 from distributed import Client
 
 from siirl_dask.config import Config
+from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.clusters.calls import complete
-from siirl_dask.observe import Record
+from siirl_dask.observe import Record, Status
 from siirl_dask.runs.samples.token_texts import tokenizer_file
 from siirl_dask.views.dashboard.plugin import NAME, PATH, PagePlugin
 
 logger = logging.getLogger("siirl_dask.driver")
 _TIMEOUT = 10.0  # seconds for the scheduler to add the page
+_END_TIMEOUT = 8.0  # seconds for viewers to be shown the end
 _STATUS = "/status"  # end of the address of Dask's own first page
 
 
@@ -85,6 +87,22 @@ class RunPage:
             client, "record", url=self._url, record={**record, "phase": str(record["phase"])}
         )
         asyncio.run_coroutine_threadsafe(sending, client.loop.asyncio_loop)  # type: ignore[attr-defined]
+
+    def end(self, status: Status, error: str = "", resume: str | None = None) -> None:
+        """Show how the run ended, and wait a moment until those who look have seen it."""
+        client = self._client
+        if client is None or client.status != "running":
+            return
+        about = {"status": str(status), "error": redacted(error), "resume": redacted(resume or "")}
+        try:
+            complete(
+                client,
+                lambda: _call(client, "end", url=self._url, about=about),
+                timeout=_END_TIMEOUT,
+            )
+        except Exception as error_of_page:  # a scheduler that is gone, which others report
+            kind = type(error_of_page).__name__
+            logger.debug("the page was not shown the end: %s: %s", kind, error_of_page)
 
 
 async def _send(client: Client, operation: str, **arguments: Any) -> None:

@@ -164,7 +164,10 @@ def _passes(
                     models=models,
                     progress=progress,
                 )
-                progress.note(f"dashboard  {client.dashboard_link}")
+                progress.note(f"dask       {client.dashboard_link}")
+                for warning in checked.warnings:
+                    progress.warn(warning)
+                progress.begin_pass("evaluation" if reads_prompts else "replay")
                 if reads_prompts and config.observe.progress:
                     for note in [*notes_on_long_prompts(config, plan, dataset), *checked.row_notes]:
                         progress.note(note)
@@ -174,7 +177,7 @@ def _passes(
                     spec = RunSpec.of(
                         config, workers, planned, models=models, footprints=checked.footprints
                     )
-                    results.append(_run_steps(config, client, spec, steps))
+                    results.append(_run_steps(config, client, spec, steps, progress))
                 return results
     except KeyboardInterrupt:
         raise Interrupted("stopped by the user; what was written is whole") from None
@@ -193,7 +196,7 @@ def _decided(
 
 
 def _run_steps(
-    config: Config, client: Client, spec: RunSpec, steps: Sequence[int]
+    config: Config, client: Client, spec: RunSpec, steps: Sequence[int], progress: Progress
 ) -> tuple[list[CompletedIteration], list[str]]:
     driver = Driver(
         client,
@@ -201,6 +204,7 @@ def _run_steps(
         lookahead=1,
         stall_timeout=config.cluster.stall_timeout,
         folder=_no_checkpoint,
+        on_progress=progress.under_way,
         node_timeout=node_timeout(config),
     )
     with driver.session(config.cluster, announce):

@@ -7,7 +7,7 @@ file lies below it.
 
 from siirl_dask.observe.console import PipeConsole, announce, printable
 from siirl_dask.observe.drift import Drift
-from siirl_dask.observe.end_of_run import EndOfRun, Sample, render_end_of_run
+from siirl_dask.observe.end_of_run import EndOfRun, Sample, print_end_of_run
 from siirl_dask.observe.eval_result import (
     EvalResult,
     eval_result_table,
@@ -62,11 +62,11 @@ __all__ = [
     "eval_result_table",
     "merge",
     "pack",
+    "print_end_of_run",
     "print_eval_result",
     "printable",
     "read_metrics",
     "read_summary",
-    "render_end_of_run",
     "unpack",
     "values",
     "write_eval_result",

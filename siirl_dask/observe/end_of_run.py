@@ -1,8 +1,8 @@
 """Prints how a run ended: its numbers, samples before and after, the files, and commands to type
 next.
 
-console.print(render_end_of_run(EndOfRun(summary=summary, before=rows, after=rows_now, files=files,
-next_lines=lines)))
+print_end_of_run(console, EndOfRun(summary=summary, before=rows, after=rows_now, files=files,
+next_lines=lines))
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from rich import box
-from rich.console import Group, RenderableType
-from rich.padding import Padding
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -37,30 +36,37 @@ class EndOfRun:
     summary: Summary
     files: Mapping[str, str] = field(default_factory=dict)
     """Files by description, such as ``{"every sample": "runs/quickstart/rollouts"}``."""
+    first_reward: float | None = None
+    """Mean training reward of the first steps."""
+    last_reward: float | None = None
+    """Mean training reward of the last steps."""
     before: Sequence[Sample] = ()
     """Rows of the first validation; those whose prompt is in ``after`` too are shown first."""
     after: Sequence[Sample] = ()
     """Rows of the last validation."""
-    next_lines: Sequence[str] = ()
-    """Commands to type next, one a line."""
+    changes: str = ""
+    """A sentence on how many prompts' rewards rose and fell."""
+    next_lines: Mapping[str, str] = field(default_factory=dict)
+    """Commands to type next, by what they show."""
 
 
-def render_end_of_run(ended: EndOfRun) -> RenderableType:
-    """Return it as something that a rich Console prints."""
-    parts: list[RenderableType] = [_headline(ended.summary), _numbers(ended.summary)]
+def print_end_of_run(console: Console, ended: EndOfRun) -> None:
+    """Print it. Files and commands are lines of their own, however long: they are pasted."""
+    console.print(_headline(ended.summary))
+    console.print(_numbers(ended))
     if ended.before or ended.after:
-        parts += [
-            _title("Validation samples, before and after"),
-            _samples(ended.before, ended.after),
-        ]
-    if ended.files:
-        parts += [_title("Files"), _files(ended.files)]
-    if ended.next_lines:
-        parts += [
-            _title("Next"),
-            *(Padding(Text(printable(line)), (0, 0, 0, 2)) for line in ended.next_lines),
-        ]
-    return Group(*parts)
+        console.print(_title("Validation samples, before and after"))
+        if ended.changes:
+            console.print(Text(f"  {ended.changes}", style="dim"), soft_wrap=True)
+        console.print(_samples(ended.before, ended.after))
+    for title, lines in {"Files": ended.files, "Next": ended.next_lines}.items():
+        if not lines:
+            continue
+        console.print(_title(title))
+        width = max(map(len, lines))
+        for name, line in lines.items():
+            text = Text.assemble((f"  {name:<{width}}  ", "dim"), printable(line))
+            console.print(text, soft_wrap=True)
 
 
 def _headline(summary: Summary) -> Text:
@@ -75,12 +81,14 @@ def _headline(summary: Summary) -> Text:
     return text
 
 
-def _numbers(summary: Summary) -> Table:
+def _numbers(ended: EndOfRun) -> Table:
+    summary = ended.summary
     scores = summary.validation
     moved = summary.bytes_per_step
     rows = {
-        "validation accuracy": f"{_score(scores.first)} -> {_score(scores.last)}",
-        "test accuracy": _score(scores.test),
+        "training reward": _change(ended.first_reward, ended.last_reward),
+        "validation accuracy": _change(scores.first, scores.last),
+        "test accuracy": "" if scores.test is None else _score(scores.test),
         "samples/s": "not measured"
         if summary.samples_per_second is None
         else f"{summary.samples_per_second:,.1f}",
@@ -93,14 +101,22 @@ def _numbers(summary: Summary) -> Table:
             f"node {printable(slow.node)} on worker {printable(slow.worker)}, {slow.share:.0%} of "
             "the time"
         )
-    if scores.first is None and scores.last is None:
-        rows["validation accuracy"] = _score(None)
+    if summary.warnings:
+        rows["drift"] = "\n".join(printable(text) for text in summary.warnings)
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     for name, value in rows.items():
-        table.add_row(name, value)
+        if value:
+            table.add_row(name, Text(value))
     return table
+
+
+def _change(first: float | None, last: float | None) -> str:
+    """Return ``0.4961 -> 0.8125``; empty where neither was measured."""
+    if first is None and last is None:
+        return ""
+    return f"{_score(first)} -> {_score(last)}"
 
 
 def _samples(before: Sequence[Sample], after: Sequence[Sample]) -> Table:
@@ -130,15 +146,6 @@ def _response(sample: Sample | None) -> Text:
     if isinstance(reward, (int, float)):
         text.append(f"\nreward {reward:g}", style="green" if reward > 0 else "red")
     return text
-
-
-def _files(files: Mapping[str, str]) -> Padding:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, url in files.items():
-        table.add_row(Text(name), Text(url))
-    return Padding(table, (0, 0, 0, 2))
 
 
 def _title(text: str) -> Text:

@@ -27,6 +27,8 @@ Message = dict[str, list[Any]]
 """Packed metrics, as they travel from a worker to the driver."""
 
 METRICS_FILE = "metrics.jsonl"
+STEP_SECONDS = "step_seconds"
+"""Metric: seconds of the worker whose chain took longest, by that worker's own clock."""
 MEASURED = (Phase.TRAIN, Phase.VALIDATION, Phase.TEST)
 """Phases whose iterations are recorded."""
 

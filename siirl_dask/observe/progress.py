@@ -23,6 +23,7 @@ from siirl_dask.planner import Phase
 
 _LINES = 20  # lines that a whole run prints without a terminal; a slow one prints more
 _SILENCE = 60.0  # seconds after which a step is printed in any case
+_PASS_SILENCE = 30.0  # seconds between lines about a single pass over some data
 _START_SILENCE = 10.0  # seconds between lines about a start, and before the first
 _MOST = 0.99  # of a step, while it is under way
 
@@ -121,6 +122,8 @@ class Progress:
         self._share = StepShare(time.monotonic())
         self._begun = False
         self._shown = ""
+        self._pass = ""
+        self._pass_began = 0.0
         self._bar: bars.Progress | None = None
         if enabled and self._console.is_terminal:
             self._bar = _make_bar(self._console, self._time_left)
@@ -173,13 +176,22 @@ class Progress:
         share = self._share.count(beats, now)
         if not self._enabled:
             return
-        if self._begun and self._bar:
+        if self._pass:
+            self._tell_of_pass(place, now)
+        elif self._begun and self._bar:
             shown = "  ".join(part for part in (self._shown, place) if part)
             self._bar.update(self._task, completed=self._step + share, shown=shown)
         elif place and now - self._printed_at >= (_SILENCE if self._begun else _START_SILENCE):
             self._printed_at = now
             about = f"in step    {self._step + 1}/{self._total}  " if self._begun else "starting   "
             self.note(about + (f"{share:.0%} done, {place}" if share else place))
+
+    def _tell_of_pass(self, place: str, now: float) -> None:
+        """Print where a pass is, every half minute."""
+        if place and now - self._printed_at >= _PASS_SILENCE:
+            self._printed_at = now
+            minutes, seconds = divmod(round(now - self._pass_began), 60)
+            self.note(f"{self._pass:<10} {minutes}:{seconds:02} so far, in {place}")
 
     def validation(
         self, step: int, metrics: Mapping[str, float | None], phase: Phase = Phase.VALIDATION
@@ -215,6 +227,21 @@ class Progress:
         """
         if self._enabled:
             self._console.print(Text(redacted(text)), soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Print ``text`` so that nobody overlooks it where there are colours; it goes on without
+        them.
+        """
+        if self._enabled:
+            self._console.print(Text(f"warning    {redacted(text)}", "bold yellow"), soft_wrap=True)
+
+    def begin_pass(self, what: str) -> None:
+        """Begin to show a single pass over some data, such as an evaluation; ``under_way`` tells
+        of it from then on.
+        """
+        self._begun = True
+        self._pass = what
+        self._pass_began = time.monotonic()
 
     def arrivals(self, workers: int) -> AbstractContextManager[Callable[[int], None]]:
         """Return what shows the workers as they come, before the run begins."""

@@ -16,6 +16,7 @@ from siirl_storage.reading import read_rows
 
 from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.errors import DataError
+from siirl_dask.runs.samples.last_message import is_chat, last_message
 from siirl_dask.runs.samples.rollouts import TABLE
 from siirl_dask.schema import FINISH_REASON, PROMPT, PROMPT_TEXT, RESPONSE, REWARD, TURNS
 
@@ -23,8 +24,8 @@ _MOST_BYTES = 2**24  # of the columns of a row group
 
 
 def glance(url: str, step: int, count: int) -> list[Mapping[str, Any]]:
-    """Return up to ``count`` rows of a step, each with ``prompt``, ``response`` and ``reward``,
-    from best to worst.
+    """Return up to ``count`` rows of a step, each with ``prompt``, the last message of its user,
+    ``response`` and ``reward``, from best to worst.
 
     Where the run has turns, ``turns`` is their number, and ``finish_reason`` tells of episodes that
     failed. They are evenly apart in the first row group of the first part. None come of a step that
@@ -39,6 +40,8 @@ def glance(url: str, step: int, count: int) -> list[Mapping[str, Any]]:
         footer = read_footer(fs, path)
         names = footer.schema.names
         prompt = PROMPT_TEXT if PROMPT_TEXT in names else PROMPT
+        if PROMPT in names and is_chat(footer.schema.field(PROMPT).type):
+            prompt = PROMPT
         if not footer.groups or not {prompt, RESPONSE, REWARD} <= {*names}:
             return []
         rows = footer.groups[0]
@@ -56,5 +59,6 @@ def glance(url: str, step: int, count: int) -> list[Mapping[str, Any]]:
         raise DataError(f"the samples of step {step} cannot be read: {error}") from error
     found = table.rename_columns([PROMPT, *columns[1:]]).to_pylist()
     for row in found:
+        row[PROMPT] = last_message(row[PROMPT])
         row |= {TURNS: len(row[TURNS] or ())} if TURNS in row else {}
     return sorted(found, key=lambda row: (row[REWARD] is None, -(row[REWARD] or 0)))

@@ -15,7 +15,7 @@ from siirl_storage.committed import by_folder, newest_parts
 from siirl_storage.files import at, list_files
 from siirl_storage.reading import read_part
 
-from siirl_dask.coordinator.stored_rows import step_folder, step_name, step_of
+from siirl_dask.coordinator.stored_rows import step_name, step_of
 from siirl_dask.errors import DataError, counted
 from siirl_dask.observe.summary import Slowest
 from siirl_dask.observe.trace.bottleneck import find_bottleneck
@@ -27,8 +27,11 @@ from siirl_dask.trace import Lane
 logger = logging.getLogger("siirl_dask.runs")
 _READERS = 16  # of an object store, where each part costs a round trip
 _MOST_BYTES = 2**27  # of a part, decoded; a worker writes some hundred kilobytes
-_GLANCE_BYTES = 2**22
-_GLANCE_PARTS = 64
+RECENT_STEPS = 10
+RECENT_BYTES = 2**22
+RECENT_PARTS = 64
+"""Newest steps of which every view tells what took longest, as far as they fit into so many bytes
+and parts."""
 MOST_BYTES = 2**25
 """Bytes of parts, about a million and a half spans, that are read at once."""
 
@@ -58,7 +61,7 @@ def slowest_of(url: str) -> Slowest | None:
     Few steps are read, so that it takes a second at most where a store is far away.
     """
     try:
-        trace = read_trace(url, most_bytes=_GLANCE_BYTES, most_parts=_GLANCE_PARTS)
+        trace = read_recent(url)
     except DataError as error:
         logger.info("nothing is known of what took longest: %s", error)
         return None
@@ -78,15 +81,25 @@ def slowest_in(trace: Trace) -> Slowest | None:
     )
 
 
+def read_recent(url: str) -> Trace:
+    """Return the trace of the newest steps of the run at ``url``, of which all views tell what took
+    longest. DataError as in ``read_trace``.
+    """
+    return read_trace(
+        url, most_bytes=RECENT_BYTES, most_parts=RECENT_PARTS, most_steps=RECENT_STEPS
+    )
+
+
 def read_trace(
     url: str,
     steps: range | None = None,
     *,
     most_bytes: int = MOST_BYTES,
     most_parts: int | None = None,
+    most_steps: int | None = None,
 ) -> Trace:
     """Return the trace of the run at ``url``: of ``steps``, or without them of the newest ones that
-    fit into ``most_bytes`` and ``most_parts``, one at least.
+    fit into ``most_bytes``, ``most_parts`` and ``most_steps``, one at least.
 
     Of a step that several starts of the run have done, the last start counts. DataError where there
     is no trace or no such step, where the steps have more than ``most_bytes``, and for damaged
@@ -106,7 +119,7 @@ def read_trace(
             "observe.trace=true"
         )
     if steps is None:
-        chosen = _newest(parts, files, most_bytes, most_parts)
+        chosen = _newest(parts, files, most_bytes, most_parts, most_steps)
     else:
         chosen = _asked(url, parts, files, steps, most_bytes)
     return Trace(_spans(fs, root, parts, chosen), chosen, sorted(parts))
@@ -168,23 +181,6 @@ def _spans(
         return read_spans(pool.map(lambda item: (item[0], _read(fs, item[1])), paths))
 
 
-def read_step(url: str, step: int, *, most_bytes: int, most_parts: int) -> Trace | None:
-    """Return the trace of one step, of which alone files are listed; None where there is none,
-    or more than that.
-    """
-    try:
-        fs, root = open_fs(step_folder(url, TRACE, step))
-        files = list_files(fs, root)
-    except StorageError as error:
-        raise DataError(str(error)) from error
-    names = newest_parts(files)
-    if not names or len(names) > most_parts or sum(files[name] for name in names) > most_bytes:
-        return None
-    with _readers(fs) as pool:
-        tables = pool.map(lambda name: (step, _read(fs, at(root, name))), names)
-        return Trace(read_spans(tables), [step], [step])
-
-
 def _readers(fs: AbstractFileSystem) -> ThreadPoolExecutor:
     """Return threads that read parts: one of a local folder, where many take three times as long
     for the lock of the interpreter.
@@ -207,6 +203,7 @@ def _newest(
     files: Mapping[str, int],
     most_bytes: int,
     most_parts: int | None,
+    most_steps: int | None = None,
 ) -> list[int]:
     """Return the newest steps that fit, ascending, one at least."""
     newest: list[int] = []
@@ -216,6 +213,8 @@ def _newest(
         nbytes += sum(files[path] for path in parts[step])
         count += len(parts[step])
         if newest and (nbytes > most_bytes or (most_parts is not None and count > most_parts)):
+            break
+        if len(newest) == most_steps:
             break
         newest.append(step)
     return newest[::-1]

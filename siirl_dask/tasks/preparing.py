@@ -5,6 +5,7 @@ warm start gets on.
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,19 +34,38 @@ def prepare_task(config: Config, write: WriteTask, said: str) -> None:
     """
     from rich.progress import Progress as Bar
 
+    from siirl_dask.observe import PipeConsole
+    from siirl_dask.observe.tenths import Tenths
+
     if config.data.url is None:
         raise ConfigError(
             f"data.prepare={config.data.prepare} makes one dataset, at data.url; it is not set"
         )
-    with Bar(transient=True) as bar:
+    folder = Path(config.data.url).parent
+    console = PipeConsole()
+    tenths = Tenths(time.monotonic())
+    console.print(
+        f"a task and a model for it are built in {folder}, once: some minutes on a laptop",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
+    with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("warm start, supervised", total=None)
 
         def show(step: int, maximum: int, reached: float) -> None:
             bar.update(
                 task, description=f"warm start, supervised: step {step}, {said.format(reached)}"
             )
+            if not console.is_terminal and tenths.is_due(step, maximum, time.monotonic()):
+                console.print(
+                    f"warm start  step {step} of at most {maximum}, {said.format(reached)}",
+                    soft_wrap=True,
+                    markup=False,
+                    highlight=False,
+                )
 
-        write(Path(config.data.url).parent, seed=config.run.seed, progress=show)
+        write(folder, seed=config.run.seed, progress=show)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import pyarrow as pa
 from siirl_dask.context import Metric, Reduce
 from siirl_dask.coordinator.blobs import filled_by_group, once_per_group
 from siirl_dask.coordinator.stored_rows import read_stored_rows, step_folder
+from siirl_dask.observe.metrics import STEP_SECONDS
 from siirl_dask.observe.trace.transfers import record_transfers
 from siirl_dask.planner import (
     Chain,
@@ -62,6 +63,7 @@ class ChainRun:
         shared_before = dict(traffic.shared_by_worker)
         self._set_up_early_rows(chain)
         self.calls.reloaded = reloaded_after(chain)
+        began = time.monotonic()
         try:
             self._run_links(chain.links)
         finally:
@@ -71,6 +73,7 @@ class ChainRun:
         context.log("bytes/hosts", traffic.between_hosts - hosts_before, Reduce.SUM)
         context.log("bytes/early", traffic.early - early_before, Reduce.SUM)
         context.log("bytes/process", _resident_memory(), Reduce.MAX)
+        context.log(STEP_SECONDS, time.monotonic() - began, Reduce.MAX)
         record_transfers(
             self.calls.runtime.trace,
             received_before,

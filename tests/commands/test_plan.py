@@ -656,7 +656,7 @@ def test_a_run_whose_roles_do_not_fit_is_refused_before_the_start_with_what_to_c
 
 def test_json_reads_back_and_agrees_with_the_plan(capsys, digits):
     given = json.loads(planned(capsys, "--format", "json", *digits))
-    assert set(given) == {"version", "notes", "phases", "memory", "first_prompt"}
+    assert set(given) == {"version", "notes", "warnings", "phases", "memory", "first_prompt"}
     train = given["phases"]["train"]
     assert set(train) == {"prompts", "workers", "placement", "dag", "contracts", "chains", "edges"}
     dag, _ = dags(load_config_file(KL, digits))

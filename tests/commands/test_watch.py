@@ -130,7 +130,7 @@ def test_what_is_shown_of_a_run_under_way_is_of_its_newest_whole_step(tmp_path):
     save_rows(url, "rollouts", 1, [("Sort: [bold]2[/x] 1 =", "1 2", "\x1b[2J1 2", 1.0)])
     watcher = Watcher(url)
     look = watcher.look(0.0)
-    assert (look.slowest.worker, look.slowest_step, look.samples_step) == ("1", 1, 1)
+    assert (look.slowest.worker, look.traced_steps, look.samples_step) == ("1", [1], 1)
     text = shown(look)
     assert "Sort: [bold]2[/x] 1 =" in text
     assert "\x1b[2J" not in text

@@ -56,10 +56,11 @@ def test_the_end_says_where_the_run_goes_on_and_whose_logs_are_where(tmp_path, c
     error = NodeError("it broke")
     error.origin = Origin(worker="2", host="h", node="reward")
     config = Config(run=RunConfig(url=str(tmp_path / "run"), steps=9), cluster=cluster)
-    run, said, resume = failure_text(config, error, 3, "siirl-dask run mine.yaml")
+    run, said, look, resume = failure_text(config, error, 3, "siirl-dask run mine.yaml")
     assert run.endswith("run: 3 of 9 steps are done; it goes on at step 1: there is no checkpoint")
     assert logs in said
     assert resume == "resume   siirl-dask run mine.yaml"
+    assert look == f"look     siirl-dask serve {tmp_path / 'run'}"
     for silent in (Fenced("x"), Interrupted("x")):
         assert failure_text(config, silent, 3, "siirl-dask run mine.yaml") == []
 

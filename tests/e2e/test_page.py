@@ -74,4 +74,9 @@ def test_a_browser_sees_the_run_while_it_goes_on(start, tmp_path, monkeypatch):
         assert errors == []
         gate.touch()
         run.process.send_signal(signal.SIGINT)
+        page.wait_for_selector("#siirl-farewell:not([hidden])")
+        farewell = page.inner_text("#siirl-farewell")
+        assert "has ended: interrupted" in farewell
+        assert "siirl-dask serve" in farewell
+        assert page.locator("span.chip.live").count() == 0, "it does not say that it trains"
     run.end(timeout=30)

@@ -5,11 +5,12 @@ are removed.
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from siirl_dask.observe import Accuracy, BytesPerStep, EndOfRun, Status, Summary, render_end_of_run
+from siirl_dask.observe import Accuracy, BytesPerStep, EndOfRun, Status, Summary, print_end_of_run
 
 SUMMARY = Summary(
     run_id="quickstart",
@@ -25,7 +26,7 @@ SUMMARY = Summary(
 
 def shown(report: EndOfRun, width: int = 100) -> str:
     console = Console(record=True, file=io.StringIO(), width=width, _environ={})
-    console.print(render_end_of_run(report))
+    print_end_of_run(console, report)
     return console.export_text()
 
 
@@ -38,7 +39,7 @@ def test_the_report_has_every_number_file_and_next_line():
         EndOfRun(
             summary=SUMMARY,
             files={"every sample": "runs/quickstart/rollouts"},
-            next_lines=["siirl-dask run x.yaml"],
+            next_lines={"again": "siirl-dask run x.yaml"},
         )
     )
     for part in (
@@ -105,3 +106,16 @@ def test_long_responses_are_cut_and_chat_prompts_are_readable():
 @pytest.mark.parametrize("row", [{}, {"prompt": None, "response": None, "reward": None}])
 def test_samples_that_lack_columns_are_no_error(row):
     assert "Validation samples" in shown(EndOfRun(summary=SUMMARY, before=[row], after=[row]))
+
+
+def test_a_command_to_paste_is_one_line_however_narrow_the_terminal():
+    command = "siirl-dask eval s3://bucket/a/long/path/to/runs/mine --data s3://bucket/test.parquet"
+    text = shown(EndOfRun(summary=SUMMARY, next_lines={"its score": command}), width=40)
+    assert f"  its score  {command}\n" in text
+
+
+def test_a_run_without_a_validation_tells_how_its_training_reward_changed():
+    summary = replace(SUMMARY, validation=Accuracy())
+    text = shown(EndOfRun(summary=summary, first_reward=0.25, last_reward=0.75))
+    assert "0.2500 -> 0.7500" in text
+    assert "accuracy" not in text

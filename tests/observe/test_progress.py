@@ -9,6 +9,7 @@ from rich.console import Console
 
 from siirl_dask.observe import Progress, Record
 from siirl_dask.observe.progress import Pace, StepShare, headline, time_left
+from siirl_dask.observe.tenths import Tenths
 
 
 def console(terminal: bool, width: int = 80) -> Console:
@@ -209,3 +210,37 @@ def test_a_step_done_again_starts_the_pace_anew():
     assert pace.seconds_left(3, now=50.0) is None
     pace.mark(2, now=51.0)
     assert pace.seconds_left(3, now=51.0) == 1.0
+
+
+def test_something_long_says_a_line_every_tenth_and_every_minute_in_a_ci_log():
+    tenths = Tenths(now=0.0)
+    due = [done for done in range(1, 401) if tenths.is_due(done, 400, now=0.01 * done)]
+    assert due == list(range(40, 401, 40))
+    slow = Tenths(now=0.0)
+    assert [slow.is_due(1, 1000, now) for now in (59.0, 61.0, 100.0, 122.0)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_a_pass_over_some_data_says_where_it_is_every_half_minute(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("siirl_dask.observe.progress.time.monotonic", lambda: now[0])
+    progress = Progress(1, console(terminal=False))
+    progress.begin_pass("evaluation")
+    for beats in range(10):
+        now[0] += 10
+        progress.under_way(beats, "node 'rollout'")
+    lines = text_of(progress).splitlines()
+    assert lines == [
+        f"evaluation {at} so far, in node 'rollout'" for at in ("0:30", "1:00", "1:30")
+    ]
+
+
+def test_a_warning_is_a_line_of_its_own_without_secrets():
+    progress = Progress(1, console(terminal=False, width=20))
+    progress.warn("it may need more than there is, s3://key:secret@host/run")
+    assert text_of(progress).startswith("warning    it may need more than there is, s3://")
+    assert "secret" not in text_of(progress)

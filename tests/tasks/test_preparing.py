@@ -118,3 +118,17 @@ def test_what_fails_halfway_leaves_what_was_there(tmp_path):
         write_text_twice(unfinished)
     assert is_whole(tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".model")] == []
+
+
+def test_a_warm_start_without_a_terminal_says_where_it_is_each_tenth(tmp_path, capsys):
+    config = Config(data=DataConfig(url=str(tmp_path / "task" / "train.parquet")))
+
+    def write(folder, /, *, seed, progress):
+        for step in range(1, 201):
+            progress(step, 200, step / 400)
+
+    prepare_task(config, write, "finds {:.0%}")
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert str(tmp_path / "task") in first
+    assert len(lines) == 10
+    assert lines[4] == "warm start  step 100 of at most 200, finds 25%"

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from siirl_storage import StorageError
 
-from siirl_dask.config import Config, RolloutConfig
+from siirl_dask.config import Config, DevicePreference, RolloutConfig
+from siirl_dask.context import DeviceKind
 from siirl_dask.coordinator.source import Source, open_source
+from siirl_dask.devices.accelerator import visible_devices
 from siirl_dask.driver.checks.prompt_rows import check_rows, may_be_answered
 from siirl_dask.driver.checks.weight_sync import check_weight_sync, transfer_notes
 from siirl_dask.driver.doctor.packages import refuse_older
@@ -24,6 +26,7 @@ from siirl_dask.driver.estimates.device_memory import (
     footprints_of,
 )
 from siirl_dask.driver.estimates.memory import WorkerMemory, check_memory, memory_of
+from siirl_dask.driver.estimates.memory_shortage import MemoryShortage, find_shortage
 from siirl_dask.driver.phases import Phases, exists
 from siirl_dask.errors import ConfigError, DataError, PlanError, UserError, did_you_mean
 from siirl_dask.nodes.prompts import check_expected_lengths
@@ -50,6 +53,15 @@ class Checked:
     """Memory of each role on an accelerator, as far as it is known."""
     row_notes: list[str]
     """Sentences among the notes that are about rows of the datasets."""
+    shortage: MemoryShortage | None
+    """Memory that the workers may need of this machine beyond what there is; None where they fit."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences that nobody should overlook."""
+        if self.shortage is None:
+            return []
+        return [f"{self.shortage.text}; {self.shortage.cure}"]
 
 
 def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Checked:
@@ -84,6 +96,12 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
         check_devices(accelerator, cards_of(plan, footprints))
     memory = memory_of(config, phases, costs, accelerators=accelerator is not None)
     check_memory(config, memory)
+    shortage: MemoryShortage | None = None
+    computes_here = _computes_on_accelerators(config)
+    if accelerator is None and computes_here:
+        shortage = find_shortage(config, memory_of(config, phases, costs, accelerators=True))
+    elif accelerator is None or computes_here:  # else the run is planned for another machine
+        shortage = find_shortage(config, memory)
     row_notes = _notes_on_rows(phases)
     return Checked(
         memory=memory,
@@ -91,7 +109,15 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
         reads={name: cost.reads for name, cost in costs.items()},
         footprints=footprints,
         row_notes=row_notes,
+        shortage=shortage,
     )
+
+
+def _computes_on_accelerators(config: Config) -> bool:
+    """Return whether workers that are started here take accelerators of this machine."""
+    if config.cluster.device is DevicePreference.cpu:
+        return False
+    return visible_devices().kind is not DeviceKind.CPU
 
 
 def _notes_on_rows(phases: Phases) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # Dask needs it
 
+from siirl_dask.devices.machine_memory import machine_memory
 from siirl_dask.driver.doctor.finding import DoctorFinding, fault, note, ok
 from siirl_dask.errors import counted
 from siirl_dask.planner.explain.tables import readable_bytes
@@ -20,7 +21,6 @@ _FILES_OF_A_WORKER = 8  # descriptors; a driver had 4 more for each worker
 _SHM = Path("/dev/shm")
 _LEAST_SHM = 2**28  # NCCL and vLLM keep their buffers there; containers begin with 64 MiB
 _LEAST_TEMPORARY = 2**28  # rows that spill; torch and triton keep compiled kernels there as well
-_CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_machine(workers: int, threads: int, spill_folder: str | None) -> list[DoctorFinding]:
@@ -104,9 +104,9 @@ def _space(folder: Path) -> tuple[int, int]:
 def _memory() -> DoctorFinding:
     memory = psutil.virtual_memory()
     text = f"{readable_bytes(memory.available)} free of {readable_bytes(memory.total)}"
-    limit = _CGROUP.read_text().strip() if _CGROUP.is_file() else "max"
-    if limit.isdecimal() and int(limit) < memory.total:
-        return note("memory", f"{text}; this container may use {readable_bytes(int(limit))}")
+    host = machine_memory()
+    if host is not None and host.limit is not None:
+        return note("memory", f"{text}; this container may use {readable_bytes(host.limit)}")
     return ok("memory", text)
 
 

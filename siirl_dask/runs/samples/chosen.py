@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from siirl_dask.errors import DataError
 from siirl_dask.runs.samples.conversations import flattened, samples_of, spoken_columns
+from siirl_dask.runs.samples.last_message import chat_column, with_last_messages
 from siirl_dask.runs.samples.per_sample import RESPONSE_TOKENS, check, length, per_sample
 from siirl_dask.runs.samples.rollouts import ATTEMPT, Rollouts
 from siirl_dask.runs.samples.utterances import FAILED, Decode
@@ -45,7 +46,9 @@ _SHOWN = (
 )
 
 
-def worst(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> pa.Table:
+def worst(
+    rollouts: Rollouts, count: int = 5, decode: Decode | None = None, *, full: bool = False
+) -> pa.Table:
     """Return the ``count`` samples with the lowest rewards, later steps first among equals; see
     ``best``.
     """
@@ -56,15 +59,19 @@ def worst(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> p
         order="reward",
         missing="has a reward",
         decode=decode,
+        full=full,
     )
 
 
-def best(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> pa.Table:
+def best(
+    rollouts: Rollouts, count: int = 5, decode: Decode | None = None, *, full: bool = False
+) -> pa.Table:
     """Return the ``count`` samples with the highest rewards, later steps first among equals.
 
     The columns are those that people read: step and row id, prompt, response and answer as text,
     reward and its parts, ``response_tokens``, and the row's lineage, as far as the run has them.
-    Samples without a reward do not count. Where the run has columns of turns, ``conversation``
+    Samples without a reward do not count. A prompt is the last message of its user, or with
+    ``full`` all that the model saw. Where the run has columns of turns, ``conversation``
     tells who said what, of which ``decode`` makes the texts.
     """
     return _chosen(
@@ -74,10 +81,13 @@ def best(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> pa
         order="reward DESC",
         missing="has a reward",
         decode=decode,
+        full=full,
     )
 
 
-def longest(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> pa.Table:
+def longest(
+    rollouts: Rollouts, count: int = 5, decode: Decode | None = None, *, full: bool = False
+) -> pa.Table:
     """Return the ``count`` samples with the most response tokens, an environment's among them;
     see ``best``.
     """
@@ -88,10 +98,13 @@ def longest(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) ->
         order=f"{RESPONSE_TOKENS} DESC",
         missing="has a response",
         decode=decode,
+        full=full,
     )
 
 
-def failed(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> pa.Table:
+def failed(
+    rollouts: Rollouts, count: int = 5, decode: Decode | None = None, *, full: bool = False
+) -> pa.Table:
     """Return the newest ``count`` episodes in which a call of the environment failed, perhaps
     none; see ``best``.
     """
@@ -103,11 +116,19 @@ def failed(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> 
         order="step DESC",
         missing="",
         decode=decode,
+        full=full,
     )
 
 
 def _chosen(
-    rollouts: Rollouts, count: int, where: str, order: str, missing: str, decode: Decode | None
+    rollouts: Rollouts,
+    count: int,
+    *,
+    where: str,
+    order: str,
+    missing: str,
+    decode: Decode | None,
+    full: bool,
 ) -> pa.Table:
     """Return samples to read. DataError where there is none that ``missing`` tells of, if it
     tells of any.
@@ -125,11 +146,17 @@ def _chosen(
     )
     if missing and not found.num_rows:
         raise DataError(f"no sample of the table {rollouts.name!r} {missing}")
-    return _read_samples(rollouts, list(zip(*found.to_pydict().values(), strict=True)), decode)
+    places = list(zip(*found.to_pydict().values(), strict=True))
+    samples = _read_samples(rollouts, places, decode, full=full)
+    return samples if full else with_last_messages(samples)
 
 
 def _read_samples(
-    rollouts: Rollouts, places: Sequence[tuple[int, Sequence[int]]], decode: Decode | None
+    rollouts: Rollouts,
+    places: Sequence[tuple[int, Sequence[int]]],
+    decode: Decode | None,
+    *,
+    full: bool,
 ) -> pa.Table:
     """Return the samples whose rows are at these places, steps and ids, with the columns of
     ``best``.
@@ -141,7 +168,7 @@ def _read_samples(
         steps = [min(rollouts.files)]
     spoken = spoken_columns(rollouts)
     columns = [
-        *texts(rollouts),
+        *texts(rollouts, full=full),
         f"{length(rollouts)} AS {RESPONSE_TOKENS}",
         *there(rollouts, _SHOWN),
         *spoken,
@@ -156,16 +183,24 @@ def _read_samples(
     return samples_of(rows, numbers, decode) if spoken else rows
 
 
-def texts(rollouts: Rollouts) -> list[str]:
+def texts(rollouts: Rollouts, *, full: bool = True) -> list[str]:
     """Return SQL for the columns ``prompt``, ``response`` and ``answer``, as text, of those that
-    there are.
+    there are; without ``full`` a chat's prompt is the last message of its user.
     """
     named = {
-        PROMPT: prompt(rollouts),
+        PROMPT: prompt(rollouts) if full else asked(rollouts),
         RESPONSE: one_of(rollouts, RESPONSE),
         ANSWER: one_of(rollouts, ANSWER),
     }
     return [f"{text(rollouts, column)} AS {name}" for name, column in named.items() if column]
+
+
+def asked(rollouts: Rollouts) -> str:
+    """Return SQL for the last message of the user where the dataset has it, else the prompt as the
+    model saw it.
+    """
+    chat = chat_column(rollouts)
+    return chat if chat else prompt(rollouts)
 
 
 def prompt(rollouts: Rollouts) -> str:

@@ -14,7 +14,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from siirl_dask.errors import DataError
-from siirl_dask.runs.samples.chosen import best, failed, longest, one_of, prompt, text, there, worst
+from siirl_dask.runs.samples.chosen import (
+    asked,
+    best,
+    failed,
+    longest,
+    one_of,
+    prompt,
+    text,
+    there,
+    worst,
+)
+from siirl_dask.runs.samples.last_message import with_last_messages
 from siirl_dask.runs.samples.per_sample import RESPONSE_TOKENS, check, length, per_sample
 from siirl_dask.runs.samples.rollouts import Rollouts, quoted
 from siirl_dask.runs.samples.utterances import FAILED
@@ -159,14 +170,15 @@ def lengths(rollouts: Rollouts) -> pa.Table:
     return pa.table(columns, names=["from", "to", "samples", "truncated", "reward"])
 
 
-def diff(rollouts: Rollouts, then: int, now: int) -> pa.Table:
+def diff(rollouts: Rollouts, then: int, now: int, *, full: bool = False) -> pa.Table:
     """Return the prompts that both steps have, with what came of each: the largest change of reward
     first.
 
     The columns are ``prompt``, ``answer``, the mean rewards ``then`` and ``now``, their ``change``,
     of each step the prompt's first response, and ``data_part`` and ``data_row`` where the run has
     them. Prompts are the same if they come from the same row of the dataset, or, in a run that has
-    no such columns, if their texts are equal. DataError if the steps share no prompt.
+    no such columns, if their texts are equal. A prompt is the last message of its user, or with
+    ``full`` all that the model saw. DataError if the steps share no prompt.
     """
     if absent := [step for step in (then, now) if step not in rollouts.files]:
         has = f"it has {len(rollouts.files)}, {min(rollouts.files)} to {max(rollouts.files)}"
@@ -176,9 +188,10 @@ def diff(rollouts: Rollouts, then: int, now: int) -> pa.Table:
     origin = "".join(f", {name}" for name in keys)
     if not keys:
         keys = {"key": text(rollouts, prompt(rollouts))}
+    question = prompt(rollouts) if full else asked(rollouts)
     told = {
         name: text(rollouts, column) if column else "NULL::VARCHAR"
-        for name, column in {PROMPT: prompt(rollouts), ANSWER: one_of(rollouts, ANSWER)}.items()
+        for name, column in {PROMPT: question, ANSWER: one_of(rollouts, ANSWER)}.items()
     }
     names = ", ".join(keys)
 
@@ -210,4 +223,4 @@ def diff(rollouts: Rollouts, then: int, now: int) -> pa.Table:
             f"steps {then} and {now} of the table {rollouts.name!r} have no prompt in common; a "
             "validation has the same prompts each time (--table validation)"
         )
-    return changes
+    return changes if full else with_last_messages(changes)

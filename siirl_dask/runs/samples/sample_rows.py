@@ -5,7 +5,7 @@ short texts of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import groupby
 from operator import itemgetter
@@ -13,6 +13,7 @@ from typing import Any
 
 from siirl_dask.runs.samples.chosen import texts
 from siirl_dask.runs.samples.conversations import flattened, spoken_columns
+from siirl_dask.runs.samples.last_message import last_message
 from siirl_dask.runs.samples.per_sample import per_sample
 from siirl_dask.runs.samples.prompt_images import ORIGIN
 from siirl_dask.runs.samples.rollouts import Rollouts, open_newest
@@ -25,6 +26,7 @@ from siirl_dask.schema import (
     FINISH_REASON,
     GROUP_ID,
     OLD_LOGPROBS,
+    PROMPT,
     RESPONSE_IDS,
     RESPONSE_MASK,
     REWARD,
@@ -38,6 +40,7 @@ from siirl_dask.schema import (
 )
 
 _CELL = 300  # characters of a text in a table
+_PROMPT_END = 4096  # characters in which the last message of the user is looked for
 _WHOLE = 2**16  # characters of a text as a whole
 _TOKENS = 8192  # tokens of a sample as a whole
 _LISTS = (RESPONSE_IDS, ROLLOUT_LOGPROBS, OLD_LOGPROBS)
@@ -72,7 +75,7 @@ class SampleRow:
     row_id: int
     """Id of its first row."""
     prompt: str
-    """As the model saw it; its first characters, like the response's and the answer's."""
+    """The last message of its user in a table; all that the model saw in a whole sample."""
     response: str
     answer: str
     reward: float | None
@@ -124,7 +127,8 @@ def newest_samples(
         if not places:
             return []
         turns = [f"len({TURNS}) AS {TURNS}"] if TURNS in rollouts.schema.names else []
-        return [_sample(rows) for rows in _rows(rollouts, places, _CELL, turns)]
+        read = _rows(rollouts, places, _CELL, turns, full=False)
+        return [_in_a_cell(_sample(rows)) for rows in read]
 
 
 def whole_sample(url: str, step: int, row_id: int) -> WholeSample | None:
@@ -145,7 +149,8 @@ def whole_sample(url: str, step: int, row_id: int) -> WholeSample | None:
         lists = [name for name in (*_LISTS, RESPONSE_MASK) if name in there]
         more = [f"{name}[1:{_TOKENS + 1}] AS {name}" for name in lists] + [TURNS] * (TURNS in there)
         more += [name for name in ORIGIN if name in there]
-        (rows,) = _rows(rollouts, [(step, found["row_ids"][0].as_py())], _WHOLE, more)
+        place = (step, found["row_ids"][0].as_py())
+        (rows,) = _rows(rollouts, [place], _WHOLE, more, full=True)
         spoken = bool(spoken_columns(rollouts))
     sample = _sample(
         [{**row, TURNS: len(row[TURNS] or ())} if TURNS in row else row for row in rows]
@@ -222,13 +227,21 @@ def _rows(
     places: Sequence[tuple[int, Sequence[int]]],
     characters: int,
     more: Sequence[str] = (),
+    *,
+    full: bool,
 ) -> list[list[dict[str, Any]]]:
-    """Return the rows of each sample that are there, in the order of their ids."""
+    """Return the rows of each sample that are there, in the order of their ids.
+
+    Without ``full`` a prompt is the last message of its user, or its end.
+    """
     there = rollouts.schema.names
-    cut = [
-        f"left({text.rpartition(' AS ')[0]}, {characters}) AS {text.rpartition(' AS ')[2]}"
-        for text in texts(rollouts)
-    ]
+    cut = []
+    for text in texts(rollouts, full=full):
+        value, _, name = text.rpartition(" AS ")
+        if name == PROMPT and not full:  # what is asked comes last
+            cut.append(f"right({value}, {_PROMPT_END}) AS {name}")
+        else:
+            cut.append(f"left({value}, {characters}) AS {name}")
     plain = [name for name in _PLAIN if name in there]
     if ADVANTAGE not in there and ADVANTAGES in there:
         plain.append(f"list_avg({ADVANTAGES}) AS {ADVANTAGE}")
@@ -264,6 +277,10 @@ def _sample(rows: Sequence[Mapping[str, Any]]) -> SampleRow:
         turns=_sum(rows, TURNS),
         agent=last.get(AGENT) or "",
     )
+
+
+def _in_a_cell(row: SampleRow) -> SampleRow:
+    return replace(row, prompt=last_message(row.prompt)[:_CELL])
 
 
 def _sum(rows: Sequence[Mapping[str, Any]], name: str) -> Any:

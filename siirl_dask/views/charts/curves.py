@@ -44,8 +44,8 @@ PANELS = (
     Panel(
         "KL divergence",
         (
-            Line("policy/kl_to_sampler", "update to sampler"),
-            Line("mismatch/kl", "trainer to engine"),
+            Line("policy/kl_to_sampler", "policy to its sampler"),
+            Line("mismatch/kl", "trainer to engine, same weights"),
             Line("kl/mean", "to reference, in the reward"),
             Line("policy/reference_kl", "to reference, in the loss"),
         ),

@@ -8,20 +8,21 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bokeh.layouts import column, row
+from bokeh.layouts import column
 from bokeh.models import BasicTicker, ColumnDataSource
 from bokeh.models.glyphs import MultiLine, Patches, Scatter
 from bokeh.models.widgets import Div, Select
 from bokeh.plotting import figure
 
 from siirl_dask.observe.metrics import Record
-from siirl_dask.views.charts.curves import PANELS, Line, Panel, curves, other_metrics
+from siirl_dask.views.charts.curves import PANELS, REWARD, Line, Panel, curves, other_metrics
 from siirl_dask.views.charts.series import Curve
-from siirl_dask.views.dashboard.style import LINES, TEXTS, WIDGETS, hover_over, plot
+from siirl_dask.views.dashboard.style import LINES, TEXTS, WIDGETS, grid, hover_over, plot
 
 _DASHES = ("solid", "dashed", "dotted", "dotdash")
 _CHOSEN = ("seconds/rollout", "tokens_per_second", "policy/grad_norm")
-_ACROSS = 3  # panels in a row
+_LEAST = 330  # pixels of a panel
+_NOISE = 1e-9  # what is never larger is rounding
 
 
 class CurvesPanel:
@@ -44,17 +45,11 @@ class CurvesPanel:
         for choice in self._choices:
             choice.on_change("value", lambda attribute, old, new: self._draw_free())
         fixed = [one.root for one in self._drawn]
-        rows = [
-            row(fixed[at : at + _ACROSS], sizing_mode="stretch_width")
-            for at in range(0, len(fixed), _ACROSS)
-        ]
         free = [
             column(choice, one.root, sizing_mode="stretch_width")
             for choice, one in zip(self._choices, self._free, strict=True)
         ]
-        self.root = column(
-            *rows, row(free, sizing_mode="stretch_width"), sizing_mode="stretch_width"
-        )
+        self.root = grid(*fixed, *free, least=_LEAST)
 
     @property
     def figures(self) -> list[figure]:
@@ -71,7 +66,10 @@ class CurvesPanel:
             if choice.options != options:
                 choice.options = options
         for drawn, panel in zip(self._drawn, PANELS, strict=True):
-            drawn.show({name: curves(records, panel) for name, records in runs.items()})
+            found = {name: curves(records, panel) for name, records in runs.items()}
+            drawn.show(found)
+            says_something = any(map(_says_something, found.values()))
+            drawn.root.visible = True if panel is REWARD else says_something
         self._draw_free()
 
     def _draw_free(self) -> None:
@@ -138,6 +136,7 @@ class _Drawn:
                 points["label"] += [label] * len(curve.steps)
                 points["colour"] += [colour] * len(curve.steps)
                 points["size"] += [5 if few else 2] * len(curve.steps)
+        self.figure.visible = bool(lines["xs"])
         self._bands.data = bands
         self._lines.data = lines
         self._points.data = points
@@ -151,6 +150,11 @@ class _Drawn:
         elif not keys:
             shown = '<span class="soft"> &nbsp; not logged</span>'
         self._head.text = f"<b>{html.escape(self._title)}</b>{shown}"
+
+
+def _says_something(curves_of_run: Sequence[Curve]) -> bool:
+    """Return whether any value is more than the noise of adding numbers in another order."""
+    return any(abs(value) > _NOISE for curve in curves_of_run for value in curve.values)
 
 
 def _no_lines() -> dict[str, list[Any]]:

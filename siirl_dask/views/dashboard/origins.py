@@ -8,14 +8,34 @@ responses.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from tornado.httputil import HTTPServerRequest
+from tornado.web import ErrorHandler
 
 _ORIGIN = ("Origin", "Sec-Websocket-Origin")
 ANY = "*"
 """Entry of Dask's ``allow_websocket_origin`` for any origin, which is its default; the page does
 not go by it."""
+
+
+def refuse_other_sites(app: Any, allowed: Sequence[str], *, hosts: Sequence[str] = ()) -> None:
+    """Have a Bokeh application answer 403 to what pages of other sites ask, its websocket among
+    it.
+
+    With ``hosts`` it answers requests to hosts of these names alone: a site may point a name of its
+    own at this machine.
+    """
+    own = app.find_handler
+
+    def find_handler(request: HTTPServerRequest, **kwargs: Any) -> Any:
+        name = request.host_name.lower().strip("[]")
+        if is_of_another_site(request, allowed) or (hosts and name not in hosts):
+            return app.get_handler_delegate(request, ErrorHandler, {"status_code": 403})
+        return own(request, **kwargs)
+
+    app.find_handler = find_handler
 
 
 def is_of_another_site(request: HTTPServerRequest, allowed: Sequence[str]) -> bool:

@@ -9,11 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bokeh.events import ButtonClick
-from distributed.dashboard.components.scheduler import env
-from distributed.scheduler import heartbeat_interval
 
 from siirl_dask.observe.metrics import Record
 from siirl_dask.observe.summary import Summary, read_summary
@@ -21,7 +19,7 @@ from siirl_dask.observe.trace.bottleneck import Bottleneck, find_bottleneck
 from siirl_dask.observe.trace.trace_table import in_order
 from siirl_dask.observe.trace.transfers import Transfers, transfers
 from siirl_dask.runs.samples.prompt_images import StoredPromptImages
-from siirl_dask.runs.samples.sample_rows import SampleRow, newest_samples, whole_sample
+from siirl_dask.runs.samples.sample_rows import Choice, SampleRow, newest_samples, whole_sample
 from siirl_dask.runs.samples.token_texts import pieces
 from siirl_dask.runs.trace import Parts, read_newest
 from siirl_dask.trace import START, Lane
@@ -30,17 +28,13 @@ from siirl_dask.views.dashboard.neighbours import metrics_tail, runs_beside
 from siirl_dask.views.dashboard.reader import Held
 from siirl_dask.views.dashboard.records import merged
 from siirl_dask.views.dashboard.samples_panel import SamplesPanel, Seen
-from siirl_dask.views.dashboard.store import MOST_RECORDS, LiveRun, RunStore
-from siirl_dask.views.dashboard.style import TEMPLATE, themes
+from siirl_dask.views.dashboard.source import PageSource
+from siirl_dask.views.dashboard.store import MOST_RECORDS, LiveRun, RunEnding
+from siirl_dask.views.dashboard.style import farewells, themes
 from siirl_dask.views.dashboard.timeline import Timeline, timeline
 from siirl_dask.views.dashboard.timeline_panel import MOST_LANES, TimelinePanel
-from siirl_dask.views.dashboard.top_panel import TopPanel
-from siirl_dask.views.dashboard.workers_panel import WorkersPanel, WorkerState, engine_requests
-from siirl_dask.worker.monitoring.task_progress import Reading
-from siirl_dask.worker.monitoring.work import Work
-
-if TYPE_CHECKING:
-    from distributed import Scheduler
+from siirl_dask.views.dashboard.top_panel import Head, HeadSample, TopPanel
+from siirl_dask.views.dashboard.workers_panel import WorkersPanel, engine_requests
 
 _EVERY_MS = 500
 _OTHERS = 5.0  # seconds between two readings of what this run's steps do not change
@@ -70,12 +64,12 @@ class Traced:
     """The parts that it was made of."""
 
 
-def show_page(scheduler: Scheduler, store: RunStore, extra: Mapping[str, Any], doc: Any) -> None:
-    """Make the document of one viewer."""
+def show_page(source: PageSource, template: Any, extra: Mapping[str, Any], doc: Any) -> None:
+    """Make the document of one viewer, in a template of Jinja's that embeds the roots by name."""
     doc.title = "siirl: the run"
-    doc.template = env.from_string(TEMPLATE)
+    doc.template = template
     doc.template_variables.update(extra)
-    page = Page(scheduler, store)
+    page = Page(source)
     page.update()  # before it is in the document, where each change costs more
     with doc.models.freeze():
         for name, root in page.roots.items():
@@ -83,15 +77,18 @@ def show_page(scheduler: Scheduler, store: RunStore, extra: Mapping[str, Any], d
             doc.add_root(root)
     doc.add_periodic_callback(page.update, _EVERY_MS)
     doc.js_on_event("document_ready", page.recolour)
+    lost, back = farewells(page.farewell)
+    doc.js_on_event("connection_lost", lost)
+    doc.js_on_event("client_reconnected", back)
 
 
 class Page:
     """The page as one viewer sees it."""
 
-    def __init__(self, scheduler: Scheduler, store: RunStore) -> None:
-        self._scheduler = scheduler
-        self._store = store
-        self._reader = store.reader
+    def __init__(self, source: PageSource) -> None:
+        self._source = source
+        self._store = source.store
+        self._reader = source.store.reader
         self._top = TopPanel(self._forget)
         self._curves = CurvesPanel()
         self._timeline = TimelinePanel()
@@ -101,15 +98,23 @@ class Page:
         self._looked_at: tuple[int, int] | None = None
         self._beats = 0
         self._beat_at = time.monotonic()
-        self._pulses_at = 0.0
+        self._pulses_at = float("-inf")
+        self._newest = HeadSample()
         figures = [*self._curves.figures, *self._timeline.figures, *self._workers.figures]
         self.recolour, switch = themes(figures, self._top.button)
         self._top.button.js_on_event(ButtonClick, switch)
 
     @property
+    def farewell(self) -> Any:
+        """Text that the browser shows where it has lost the connection."""
+        return self._top.farewell
+
+    @property
     def roots(self) -> dict[str, Any]:
         return {
             "top": self._top.root,
+            "controls": self._top.controls,
+            "farewell": self._top.farewell,
             "curves": self._curves.root,
             "timeline": self._timeline.root,
             "samples": self._samples.root,
@@ -118,37 +123,41 @@ class Page:
 
     def update(self) -> None:
         """Show what is new."""
+        self._source.refresh()
         self._top.offer(list(self._store.runs.values()))
         run = self._store.runs.get(self._top.run)
         if run is None:
-            self._top.show(None, "", None, 0.0)
+            self._top.show(None, Head())
             return
         now = time.monotonic()
         self._show_pulses(run, now)
         self._show_curves(run)
         traced = self._show_trace(run)
         self._show_samples(run)
-        self._top.show(
-            run, self._status(run), traced.found if traced else None, self._silent(run, now)
+        head = Head(
+            ending=self._ending(run),
+            goes_on=self._source.goes_on(run),
+            found=traced.found if traced else None,
+            silent=self._silent(run, now),
+            sample=self._newest,
         )
+        self._top.show(run, head)
+        run.looked_at = now
 
-    def _goes_on(self, run: LiveRun) -> bool:
-        # its supervisor leaves with it, however it ends
-        return run.plugin in self._scheduler.plugins
-
-    def _status(self, run: LiveRun) -> str:
-        if self._goes_on(run):
-            return "training"
+    def _ending(self, run: LiveRun) -> RunEnding | None:
+        """Return how the run ended; None while it goes on, or where it has not said."""
+        if run.ended is not None or self._source.goes_on(run):
+            return run.ended
         held: Held[Summary] = self._reader.get(
             ("summary", run.url), lambda: read_summary(run.url), run.plugin
         )
-        if held.value is None:
-            return "not running"
-        return str(held.value.status) + (f": {held.value.error[:300]}" if held.value.error else "")
+        return None if held.value is None else RunEnding.of(held.value)
 
     def _forget(self) -> None:
         """Draw everything again: the viewer has chosen another run."""
         self._seen.clear()
+        self._newest = HeadSample()
+        self._pulses_at = float("-inf")
 
     def _forget_samples(self) -> None:
         self._seen.pop("samples", None)
@@ -209,6 +218,8 @@ class Page:
         read = partial(newest_samples, run.url, _steps(step), choice)
         held: Held[list[SampleRow]] = self._reader.get(key, read, step, soon=_CALM)
         rows = held.value
+        if rows and choice is Choice.NEWEST:
+            self._newest = HeadSample(rows[0].prompt, rows[0].response, rows[0].reward)
         if self._is_new(
             "samples",
             (key, held.remark, tuple(rows[:1]) if rows else (), len(rows or ()), rows is None),
@@ -226,55 +237,25 @@ class Page:
             self._samples.show_whole(whole.value, whole.error or "the sample is not there any more")
 
     def _show_pulses(self, run: LiveRun, now: float) -> None:
-        if (
-            now - self._pulses_at
-            < heartbeat_interval(len(self._scheduler.workers)) - _EVERY_MS / 2000
-        ):
+        if now - self._pulses_at < self._source.pulse_seconds() - _EVERY_MS / 2000:
             return  # workers have told nothing since
         self._pulses_at = now
-        known = self._scheduler.workers
-        readings = {}
-        states = []
-        for member, address in run.members.items():
-            worker = known.get(address)
-            if worker is None:
-                continue
-            reading = Reading.of(worker.metrics, run.plugin)
-            readings[member] = (reading.beats, reading.place, reading.waits)
-            states.append(_state_of(run, member, worker, reading))
-        if self._goes_on(run):
-            run.live.note(now, readings)
+        told = self._source.pulses(run)
+        if self._source.goes_on(run):
+            run.live.note(now, told.readings)
         traced: Held[Traced | None] = self._reader.known(("trace", run.url))
         self._timeline.show_now(run.live, now, traced.value.nodes if traced.value else ())
-        self._workers.show_states(states)
+        self._workers.show_states(told.states)
 
     def _silent(self, run: LiveRun, now: float) -> float:
         """Return the seconds since anything got done on any worker, as far as this viewer has
         seen.
         """
         beats = sum(own[-1].beats for own in run.live.stays.values() if own)
-        if beats != self._beats or not self._goes_on(run):
+        if beats != self._beats or not beats or not self._source.goes_on(run):
             self._beats = beats
             self._beat_at = now
         return now - self._beat_at
-
-
-def _state_of(run: LiveRun, member: str, worker: Any, reading: Reading) -> WorkerState:
-    metrics = worker.metrics
-    spilled = metrics.get("spilled_bytes")
-    if not spilled:
-        spilled = {}
-    return WorkerState(
-        worker=member,
-        host=str(worker.host),
-        place=reading.place + (", waits for others" if reading.waits else ""),
-        rate=run.live.rate(member),
-        tokens=run.tokens.get(member, 0.0),
-        memory=int(metrics.get("memory") or 0),
-        spilled=int(spilled.get("disk") or 0) if isinstance(spilled, Mapping) else 0,
-        load=Work.of(metrics, run.plugin),
-        silent=max(0.0, time.time() - worker.last_seen),
-    )
 
 
 def _steps(step: int) -> range:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import dask
 from distributed import SchedulerPlugin
-from tornado.httputil import HTTPServerRequest
 from tornado.ioloop import IOLoop
-from tornado.web import ErrorHandler
 
-from siirl_dask.views.dashboard.origins import ANY, is_of_another_site
+from siirl_dask.views.dashboard.origins import ANY, refuse_other_sites
 from siirl_dask.views.dashboard.store import RunStore
 
 if TYPE_CHECKING:
@@ -27,6 +26,9 @@ logger = logging.getLogger("siirl_dask.observe")
 NAME = "run-page"  # not siirl-*: those are runs
 PATH = "siirl"
 """Path of the page on the dashboard."""
+_LAST_LOOK = 4.0  # seconds for a browser to get how a run ended, before its cluster goes
+_WATCHED = 2.0  # seconds since a viewer's last look, within which there still is one
+_PAUSE = 0.1
 
 
 class PagePlugin(SchedulerPlugin):
@@ -40,7 +42,11 @@ class PagePlugin(SchedulerPlugin):
     async def start(self, scheduler: Scheduler) -> None:
         self.store = RunStore()
         self.shown = False
-        scheduler.handlers |= {f"{NAME}-begin": self.begin, f"{NAME}-record": self.record}
+        scheduler.handlers |= {
+            f"{NAME}-begin": self.begin,
+            f"{NAME}-record": self.record,
+            f"{NAME}-end": self.end,
+        }
         try:
             self.shown = add_page(scheduler, self.store)
         except Exception as error:  # another version of Dask's internals: a run needs no page
@@ -61,27 +67,18 @@ class PagePlugin(SchedulerPlugin):
         """Note a step of a run."""
         self.store.record(url, record)
 
+    async def end(self, url: str, about: Mapping[str, Any]) -> None:
+        """Note how a run ended, and wait until a browser that shows it has got that."""
+        run = self.store.end(url, about)
+        now = time.monotonic()
+        if run is None or now - run.looked_at > _WATCHED:
+            return
+        while run.shown < run.version and time.monotonic() - now < _LAST_LOOK:
+            await asyncio.sleep(_PAUSE)
+
     def log_event(self, topic: str, msg: Any) -> None:
         if isinstance(msg, dict) and msg.get("kind") == "done":
             self.store.event(topic, msg)
-
-
-def _refuse_other_sites(app: Any) -> None:
-    """Have a Bokeh application answer 403 to what pages of other sites ask, its websocket among
-    it.
-    """
-    own = app.find_handler
-    named = dask.config.get(
-        "distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin"
-    )
-    allowed = [str(host).lower() for host in named if host != ANY]
-
-    def find_handler(request: HTTPServerRequest, **kwargs: Any) -> Any:
-        if is_of_another_site(request, allowed):
-            return app.get_handler_delegate(request, ErrorHandler, {"status_code": 403})
-        return own(request, **kwargs)
-
-    app.find_handler = find_handler
 
 
 def add_page(scheduler: Scheduler, store: RunStore) -> bool:
@@ -104,9 +101,13 @@ def add_page(scheduler: Scheduler, store: RunStore) -> bool:
 
     def document(scheduler: Scheduler, extra: Mapping[str, Any], doc: Any) -> None:
         # here: a second of imports that few schedulers need
-        from siirl_dask.views.dashboard.page import show_page
+        from distributed.dashboard.components.scheduler import env
 
-        show_page(scheduler, store, extra, doc)
+        from siirl_dask.views.dashboard.page import show_page
+        from siirl_dask.views.dashboard.scheduler_source import SchedulerSource
+        from siirl_dask.views.dashboard.style import TEMPLATE
+
+        show_page(SchedulerSource(scheduler, store), env.from_string(TEMPLATE), extra, doc)
 
     variables = template_variables(scheduler)
     if PATH not in variables["pages"]:
@@ -114,7 +115,10 @@ def add_page(scheduler: Scheduler, store: RunStore) -> bool:
     app = BokehApplication(
         {f"/{PATH}": document}, scheduler, prefix=dashboards[0].prefix, template_variables=variables
     )
-    _refuse_other_sites(app)
+    named = dask.config.get(
+        "distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin"
+    )
+    refuse_other_sites(app, [str(host).lower() for host in named if host != ANY])
     scheduler.http_application.add_application(app)
     app.initialize(IOLoop.current())
     app.start()

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bokeh.layouts import column, row
+from bokeh.layouts import column
 from bokeh.models import ColumnDataSource
 from bokeh.models.widgets import (
     DataTable,
@@ -21,10 +21,11 @@ from bokeh.models.widgets import (
 )
 
 from siirl_dask.errors import counted
+from siirl_dask.runs.samples.last_message import last_message
 from siirl_dask.runs.samples.prompt_images import Picture
 from siirl_dask.runs.samples.sample_rows import Choice, SampleRow, WholeSample
 from siirl_dask.runs.samples.utterances import FAILED, POLICY, answered
-from siirl_dask.views.dashboard.style import TABLE, TEXTS, WIDGETS, redraw_rows
+from siirl_dask.views.dashboard.style import TABLE, TEXTS, WIDGETS, grid, redraw_rows
 from siirl_dask.views.samples.sample_html import by_logprob, by_ratio, plain_text, thumbnails
 
 _COLOURS = ("colour by ratio", "by log-prob", "plain")
@@ -52,11 +53,19 @@ class SamplesPanel:
         self._rows: list[SampleRow] = []
         self._shown: Seen | None = None
         self._choice = RadioButtonGroup(
-            labels=[str(choice) for choice in Choice], active=0, width=420, stylesheets=[WIDGETS]
+            labels=[str(choice) for choice in Choice],
+            active=0,
+            sizing_mode="stretch_width",
+            max_width=420,
+            stylesheets=[WIDGETS],
         )
         self._choice.on_change("active", lambda attribute, old, new: ask())
         self._colour = RadioButtonGroup(
-            labels=list(_COLOURS), active=0, width=330, stylesheets=[WIDGETS]
+            labels=list(_COLOURS),
+            active=0,
+            sizing_mode="stretch_width",
+            max_width=330,
+            stylesheets=[WIDGETS],
         )
         self._colour.on_change("active", lambda attribute, old, new: self._draw())
         self._told = Div(
@@ -64,26 +73,26 @@ class SamplesPanel:
         )
         self.source = ColumnDataSource({name: [] for name in _COLUMNS}, name="sample rows")
         self.source.selected.on_change("indices", lambda attribute, old, new: self._click(new))
+        whole = NumberFormatter(format="0", nan_format="")
         number = NumberFormatter(format="0.[000]", nan_format="")
         text = StringFormatter(nan_format="")
+        formatters = dict.fromkeys(_NUMBERS, number) | dict.fromkeys(_WHOLE_NUMBERS, whole)
         columns = [
-            TableColumn(
-                field=name, title=title, width=width, formatter=number if name in _NUMBERS else text
-            )
+            TableColumn(field=name, title=title, width=width, formatter=formatters.get(name, text))
             for name, (title, width) in _COLUMNS.items()
         ]
+        self._columns = dict(zip(_COLUMNS, columns, strict=True))
         self._table = DataTable(
             source=self.source, columns=columns, height=265, sizing_mode="stretch_width", index_position=None,
-            stylesheets=[TABLE], autosize_mode="force_fit", reorderable=False,
+            min_width=900, stylesheets=[TABLE], autosize_mode="force_fit", reorderable=False,
         )  # fmt: skip
         redraw_rows(self._table)
         self._detail = Div(
             text=_HINT, name="sample", stylesheets=[TEXTS], sizing_mode="stretch_width"
         )
-        bar = row(self._choice, self._told, sizing_mode="stretch_width")
-        self.root = column(
-            bar, self._table, self._colour, self._detail, sizing_mode="stretch_width"
-        )
+        bar = grid(self._choice, self._told, least=330)
+        wide = column(self._table, sizing_mode="stretch_width", styles={"overflow-x": "auto"})
+        self.root = column(bar, wide, self._colour, self._detail, sizing_mode="stretch_width")
 
     @property
     def choice(self) -> Choice:
@@ -104,6 +113,8 @@ class SamplesPanel:
             none = "none yet" if self.choice is Choice.NEWEST else "none in the last steps"
         bad = f' <span class="bad">{html.escape(remark)}</span>' if remark else ""
         self._told.text = f'<span class="soft">{which or none}</span>{bad}'
+        self._columns["turns"].visible = any(one.turns is not None for one in self._rows)
+        self._columns["parts"].visible = any(one.parts for one in self._rows)
         self.source.selected.indices = []
         self.source.data = {
             "step": [one.step for one in self._rows],
@@ -114,8 +125,8 @@ class SamplesPanel:
             "reward": [_or_nan(one.reward) for one in self._rows],
             "parts": [_parts(one) for one in self._rows],
             "advantage": [_or_nan(one.advantage) for one in self._rows],
-            "turns": [one.turns for one in self._rows],
-            "tokens": [one.tokens for one in self._rows],
+            "turns": [_or_nan(one.turns) for one in self._rows],
+            "tokens": [_or_nan(one.tokens) for one in self._rows],
             "finish": [one.finish_reason for one in self._rows],
         }
 
@@ -154,6 +165,7 @@ _COLUMNS = {
     "finish": ("end", 50),
 }
 _NUMBERS = ("reward", "advantage")
+_WHOLE_NUMBERS = ("turns", "tokens")
 
 
 def _detail(seen: Seen, colour: str) -> str:
@@ -180,7 +192,7 @@ def _detail(seen: Seen, colour: str) -> str:
     response, remark = _response(sample, pieces, colour)
     cut = " It is longer than what is shown." if sample.cut else ""
     texts = [
-        ("prompt", thumbnails(seen.pictures) + plain_text(one.prompt)),
+        ("prompt", thumbnails(seen.pictures) + _prompt(one.prompt)),
         (f"response. {remark}{cut}", response),
     ]
     texts += [("answer", plain_text(one.answer))] if one.answer else []
@@ -188,6 +200,17 @@ def _detail(seen: Seen, colour: str) -> str:
         f"<div><span class='soft'>{html.escape(name)}</span>{text}</div>" for name, text in texts
     )
     return f"<table class='parts'><tr>{told}</tr></table><div class='whole'>{''.join(boxes)}</div>"
+
+
+def _prompt(text: str) -> str:
+    """Return what was asked, and all that the model saw where that is more."""
+    asked = last_message(text)
+    if asked.strip() == text.strip():
+        return plain_text(text)
+    return (
+        f"{plain_text(asked)}<details><summary class='soft'>all that the model saw</summary>"
+        f"{plain_text(text)}</details>"
+    )
 
 
 def _response(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from siirl_dask.observe.metrics import MEASURED, Record
+from siirl_dask.observe.summary import Slowest, Status, Summary
 from siirl_dask.planner import Phase
 from siirl_dask.views.dashboard.live import Live
 from siirl_dask.views.dashboard.reader import Reader
@@ -24,6 +25,37 @@ MOST_RECORDS = 1000
 MOST_RUNS = 4
 _MOST_METRICS = 400
 _MOST_MEMBERS = 4096
+
+
+_LONGEST = 500  # characters of an error, and of a command
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnding:
+    """How a run ended."""
+
+    status: str
+    error: str = ""
+    resume: str = ""
+    """Command that resumes it; empty for a run that is complete, or where it is not known."""
+    steps: int = 0
+    seconds: float | None = None
+    """From the first step's start to the last one's end."""
+    slowest: Slowest | None = None
+
+    @staticmethod
+    def of(summary: Summary) -> RunEnding:
+        """Return what a run's summary says."""
+        failure = summary.failure
+        resume = None if failure is None else failure.resume
+        return RunEnding(
+            status=str(summary.status),
+            error=(summary.error or "")[:_LONGEST],
+            resume=(resume or "")[:_LONGEST],
+            steps=summary.steps,
+            seconds=summary.seconds,
+            slowest=summary.slowest,
+        )
 
 
 @dataclass(slots=True)
@@ -44,8 +76,16 @@ class LiveRun:
     tokens: dict[str, float] = field(default_factory=dict)
     """Tokens of the last iteration in which each worker generated any."""
     live: Live = field(default_factory=Live)
+    seconds: float = 0.0
+    """Seconds of all its steps, validations and tests so far."""
+    ended: RunEnding | None = None
+    """How it ended; None while it goes on, and where it has not said."""
     version: int = 0
     """Grows with whatever is told of the run."""
+    shown: int = -1
+    """The version of its end that a browser has got."""
+    looked_at: float = float("-inf")
+    """When a viewer was shown it last, in seconds of the monotonic clock."""
 
     @property
     def step(self) -> int:
@@ -56,9 +96,9 @@ class LiveRun:
 class RunStore:
     """The runs that have used this scheduler, the newest last."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: Reader | None = None) -> None:
         self.runs: OrderedDict[str, LiveRun] = OrderedDict()
-        self.reader = Reader()
+        self.reader = Reader() if reader is None else reader
         """Reads their folders, for all viewers together."""
 
     def begin(self, about: Mapping[str, Any]) -> None:
@@ -89,6 +129,8 @@ class RunStore:
         run.records = [record for record in run.records if record["step"] <= done and done]
         run.tokens = {}
         run.live = Live()
+        run.seconds = sum(record["seconds"] for record in run.records)
+        run.ended = None
         run.version += 1
         self.runs[url] = run
         while len(self.runs) > MOST_RUNS:
@@ -101,9 +143,27 @@ class RunStore:
         if run is None or checked is None:
             return
         run.records.append(checked)
+        run.seconds += checked["seconds"]
         if len(run.records) > MOST_RECORDS + MOST_RECORDS // 10:  # not for each record
             run.records = thinned(run.records, MOST_RECORDS)
         run.version += 1
+
+    def end(self, url: str, about: Mapping[str, Any]) -> LiveRun | None:
+        """Note how a run ended, and return it; None for one that is not known, or without a status
+        that there is.
+        """
+        run = self.runs.get(url)
+        status = about.get("status")
+        if run is None or status not in set(Status):
+            return None
+        run.ended = RunEnding(
+            status=str(status),
+            error=str(about.get("error", ""))[:_LONGEST],
+            resume=str(about.get("resume", ""))[:_LONGEST],
+            steps=run.step,
+        )
+        run.version += 1
+        return run
 
     def event(self, topic: object, message: object) -> None:
         """Take what a worker tells its driver at the end of an iteration: how many tokens it

@@ -8,9 +8,9 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from bokeh.models import CustomJS, HoverTool
+from bokeh.models import CustomJS, HoverTool, LayoutDOM, Row
 from bokeh.models.annotations import Title
-from bokeh.models.widgets import DataTable
+from bokeh.models.widgets import DataTable, Div
 from bokeh.plotting import figure
 
 from siirl_dask.views.charts import colours
@@ -27,22 +27,22 @@ CRITICAL = "#e5484d"
 _INK = "#7b858f"
 _GRID = "#8b95a0"
 
-TEMPLATE = """
-{% extends "base.html" %}
-{% from macros import embed %}
-{% block extra_resources %}
+_HEAD = """
 <style>
 :root { --page:#f6f7f9; --card:#ffffff; --ink:#1c2329; --soft:#5f6b76; --line:#d8dde3; --hover:#eef2f7; --mark:#fff3d6;
-  --accent:#1f6fb5; --bad:#b3261e; color-scheme:light; }
+  --accent:#1f6fb5; --bad:#b3261e; --good:#1a7f4b; color-scheme:light; }
 html[data-theme=dark] { --page:#0f1317; --card:#171c22; --ink:#e4e9ee; --soft:#9aa7b3; --line:#2c343d; --hover:#202831;
-  --mark:#3a3115; --accent:#6db3f2; --bad:#ff8a80; color-scheme:dark; }
+  --mark:#3a3115; --accent:#6db3f2; --bad:#ff8a80; --good:#5fcf95; color-scheme:dark; }
 html, body { background:var(--page); color:var(--ink); }
-body { padding:3.2rem 14px 1rem; }
+body { font-family:system-ui, sans-serif; }
 .navbar ul { background:var(--card) !important; border-bottom:1px solid var(--line); }
 .navbar li a { color:var(--ink) !important; }
 .siirl-card { background:var(--card); border:1px solid var(--line); border-radius:8px; padding:8px 12px 10px;
-  margin:0 auto 12px; max-width:1900px; }
-.siirl-card > h2 { font-size:14px; margin:2px 0 6px; color:var(--soft); font-weight:600; letter-spacing:.02em; }
+  margin:0 auto 12px; max-width:2600px; box-sizing:border-box; }
+.siirl-card h2 { font-size:14px; margin:2px 0 6px; color:var(--soft); font-weight:600; letter-spacing:.02em; }
+.siirl-bar { display:flex; flex-wrap:wrap; justify-content:space-between; align-items:end; gap:0 12px; }
+#siirl-farewell { border-color:var(--bad); border-width:2px; line-height:1.7; font-size:14px; }
+#siirl-farewell code { background:var(--page); padding:2px 6px; border-radius:4px; overflow-wrap:anywhere; }
 </style>
 <script>
 (function () {
@@ -52,23 +52,58 @@ body { padding:3.2rem 14px 1rem; }
   document.documentElement.dataset.theme = dark ? "dark" : "light";
 })();
 </script>
-{% endblock %}
-{% block content %}
-<div class="siirl-card">{{ embed(roots.top) }}</div>
-<div class="siirl-card"><h2>Curves</h2>{{ embed(roots.curves) }}</div>
-<div class="siirl-card"><h2>Timeline</h2>{{ embed(roots.timeline) }}</div>
-<div class="siirl-card"><h2>Samples</h2>{{ embed(roots.samples) }}</div>
-<div class="siirl-card"><h2>Workers</h2>{{ embed(roots.workers) }}</div>
-{{ plot_script }}
-{% endblock %}
 """
+_CARDS = """
+<div class="siirl-card" id="siirl-farewell" hidden></div>
+<div class="siirl-card">{{ embed(roots.top) }}</div>
+<div class="siirl-card"><div class="siirl-bar"><h2>Curves</h2>{{ embed(roots.controls) }}</div>
+{{ embed(roots.curves) }}</div>
+<div class="siirl-card"><h2>Samples</h2>{{ embed(roots.samples) }}</div>
+<div class="siirl-card"><h2>Timeline</h2>{{ embed(roots.timeline) }}</div>
+<div class="siirl-card"><h2>Workers</h2>{{ embed(roots.workers) }}</div>
+<div hidden>{{ embed(roots.farewell) }}</div>
+{{ plot_script }}
+"""
+TEMPLATE = f"""
+{{% extends "base.html" %}}
+{{% from macros import embed %}}
+{{% block extra_resources %}}{_HEAD}<style>body {{ padding:3.2rem 14px 1rem; }}</style>{{% endblock %}}
+{{% block content %}}{_CARDS}{{% endblock %}}
+"""
+"""The page on Dask's dashboard, with its menu; Jinja reads it."""
+SERVED_TEMPLATE = f"""
+{{% from macros import embed %}}
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{{{ title }}}}</title>
+{{{{ bokeh_css }}}}{{{{ bokeh_js }}}}
+{_HEAD}<style>body {{ margin:0; padding:10px 14px 1rem; }} 
+nav {{ margin:0 4px 6px; font-size:13px; }} nav a {{ color:var(--accent); }}</style>
+</head><body>
+{{% if index %}}<nav><a href="{{{{ index }}}}">all runs</a></nav>{{% endif %}}
+{_CARDS}
+</body></html>
+"""
+"""The page where no scheduler serves it; Jinja reads it."""
 
 TEXTS = """
 :host { color: var(--ink); font-size: 13px; }
 .bk-clearfix { color: inherit; width: 100%; }
 .whole { display: grid; width: 100%; gap: 4px 12px;
   grid-template-columns: minmax(0, 3fr) minmax(0, 5fr) minmax(0, 2fr); }
-.soft { color: var(--soft); } .bad { color: var(--bad); } .big { font-size: 15px; font-weight: 600; }
+.soft { color: var(--soft); } .bad { color: var(--bad); } .good { color: var(--good); }
+.big { font-size: 15px; font-weight: 600; }
+.chip { border-radius: 9px; padding: 1px 9px; font-size: 12px; border: 1px solid currentColor; margin: 0 6px; }
+.chip.live { color: var(--accent); } .chip.complete { color: var(--good); }
+.chip.failed, .chip.lost { color: var(--bad); }
+.chip.interrupted { color: var(--bad); }
+.asks { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 290px), 1fr)); gap: 4px 22px; }
+.ask { min-width: 0; } .ask h3 { font-size: 12px; font-weight: 600; color: var(--soft); margin: 8px 0 0; }
+.ask p { overflow-wrap: anywhere; } .spark { color: var(--accent); line-height: 1; }
+.bar { height: 6px; border-radius: 3px; background: var(--line); margin: 5px 0; }
+.bar i { display: block; height: 100%; border-radius: 3px; background: var(--accent); }
+code { background: var(--page); padding: 1px 5px; border-radius: 4px; overflow-wrap: anywhere; }
 .key { display:inline-block; width:11px; height:11px; border-radius:2px; margin:0 4px 0 10px; vertical-align:-1px; }
 .said { border-left: 3px solid var(--line); padding-left: 8px; margin: 4px 0; }
 img { max-width: 256px; border: 1px solid var(--line); border-radius: 4px; } p { margin: 3px 0; }
@@ -119,6 +154,64 @@ const root = document.documentElement;
 root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
 try { localStorage.setItem("siirl-theme", root.dataset.theme); } catch (error) {}
 """
+
+
+_WALK = """
+const each = (root, found) => {
+  for (const one of root.querySelectorAll("*")) {
+    if (one.matches(".chip")) found(one);
+    if (one.shadowRoot) each(one.shadowRoot, found);
+  }
+};
+"""
+_LOST = """
+// on a later try to connect the box is there already
+const box = document.getElementById("siirl-farewell");
+box.innerHTML = farewell.text;
+box.hidden = false;
+each(document, (chip) => {
+  if (!chip.matches(".live")) return;
+  chip.className = "chip lost was-live";
+  chip.textContent = "connection lost";
+});
+"""
+_BACK = """
+document.getElementById("siirl-farewell").hidden = true;
+each(document, (chip) => {
+  if (!chip.matches(".was-live")) return;
+  chip.className = "chip live";
+  chip.textContent = "training";
+});
+"""
+_QUIET = """
+// the box says it, and what to type
+for (const one of Bokeh.documents) if (one.config) one.config.notify_connection_status = false;
+"""
+
+
+def echo(sent: Div, got: Div) -> CustomJS:
+    """Return what has the browser send the tags of ``sent`` back as those of ``got``."""
+    return CustomJS(args={"sent": sent, "got": got}, code="got.tags = sent.tags")
+
+
+def farewells(farewell: Div) -> tuple[CustomJS, CustomJS]:
+    """Return what shows the text of ``farewell`` when the connection is lost, and what takes it
+    away when it is back.
+    """
+    arguments = {"farewell": farewell}
+    lost = CustomJS(args=arguments, code=_QUIET + _WALK + _LOST)
+    return lost, CustomJS(args=arguments, code=_WALK + _BACK)
+
+
+def grid(*children: LayoutDOM, least: int) -> Row:
+    """Return the children side by side, as many as have ``least`` pixels each; the others below."""
+    columns = f"repeat(auto-fit, minmax(min(100%, {least}px), 1fr))"
+    styles: dict[str, str | None] = {
+        "display": "grid",
+        "grid-template-columns": columns,
+        "gap": "0 10px",
+    }
+    return Row(children=list(children), sizing_mode="stretch_width", styles=styles)
 
 
 def themes(plots: Sequence[figure], button: Any) -> tuple[CustomJS, CustomJS]:

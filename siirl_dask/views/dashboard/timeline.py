@@ -12,7 +12,7 @@ from siirl_dask.observe.trace.bottleneck import WaitCauses
 from siirl_dask.observe.trace.trace_table import TraceSpan, in_order
 from siirl_dask.trace import START, Lane
 
-OWN = "the chain itself"
+OWN = "between nodes"
 """Name of time that no span explains."""
 MOST_BARS = 4000
 _LEAST = 1500  # bars side by side across the page: shorter ones cannot be seen

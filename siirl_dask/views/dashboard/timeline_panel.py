@@ -254,13 +254,13 @@ def _key(past: Timeline, nodes: Sequence[str]) -> str:
     entries = [(node, f"background:{colour_of(node, nodes)}") for node in shown]
     entries += [("transfer", f"background:{TRANSFER}"), ("storage", f"background:{STORAGE}")]
     stripes = f"background:repeating-linear-gradient(45deg,{WAIT}66 0 2px,transparent 2px 5px)"
-    entries += [("waits", stripes), ("the chain itself", f"background:{OWN}59")]
+    entries += [("waits", stripes), ("between nodes", f"background:{OWN}59")]
     entries.append(("critical path", f"background:{CRITICAL};height:3px;vertical-align:3px"))
     boxes = (
         f'<span class="key" style="{style}"></span>{html.escape(name)}' for name, style in entries
     )
     left = (
-        f'<span class="soft">&nbsp; {past.left_out:,} short stretches are left out</span>'
+        f'<span class="soft">&nbsp; {past.left_out:,} bars too short to be seen are left out</span>'
         if past.left_out
         else ""
     )

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bokeh.layouts import column, row
+from bokeh.layouts import column
 from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, LogColorMapper
-from bokeh.models.widgets import DataTable, NumberFormatter, TableColumn
+from bokeh.models.widgets import DataTable, Div, NumberFormatter, TableColumn
 from bokeh.plotting import figure
 
 from siirl_dask.observe.trace.trace_table import TraceSpan, in_order
@@ -18,7 +18,16 @@ from siirl_dask.observe.trace.transfers import Transfers
 from siirl_dask.trace import Lane
 from siirl_dask.views.charts.figures import size
 from siirl_dask.views.dashboard.columns import Columns, numbers, show_columns
-from siirl_dask.views.dashboard.style import LINES, STORAGE, TABLE, hover_over, plot, redraw_rows
+from siirl_dask.views.dashboard.style import (
+    LINES,
+    STORAGE,
+    TABLE,
+    TEXTS,
+    grid,
+    hover_over,
+    plot,
+    redraw_rows,
+)
 from siirl_dask.worker.monitoring.work import Work
 
 _MOST = 32  # workers in a plot
@@ -60,7 +69,7 @@ class WorkersPanel:
         ]
         table = DataTable(
             source=self._table_source, columns=columns, height=170, sizing_mode="stretch_width", index_position=None,
-            stylesheets=[TABLE], autosize_mode="force_fit", reorderable=False,
+            min_width=900, stylesheets=[TABLE], autosize_mode="force_fit", reorderable=False,
         )  # fmt: skip
         redraw_rows(table)
         self._bars = ColumnDataSource({name: [] for name in ("worker", "tokens", *_HELD)})
@@ -77,7 +86,7 @@ class WorkersPanel:
         self._sources = FactorRange()
         self._targets = FactorRange()
         self._matrix = plot(
-            "bytes from (left) to (below), steps as above",
+            "bytes that moved: from the worker at the left to the one below",
             [("from, to", "@source, @target"), ("", "@told"), ("by", "@way")],
             x_range=self._targets,
             y_range=self._sources,
@@ -108,10 +117,15 @@ class WorkersPanel:
         )
         hover_over(self._requests, lines)
         self._requests.xaxis.axis_label = "seconds"
-        plots = row(
-            self._matrix, self._requests, self._tokens, self._memory, sizing_mode="stretch_width"
+        plots = grid(self._matrix, self._requests, self._tokens, self._memory, least=330)
+        self._table = column(table, sizing_mode="stretch_width", styles={"overflow-x": "auto"})
+        self._nothing = Div(
+            text='<span class="soft">nothing is known of the workers yet</span>',
+            stylesheets=[TEXTS],
         )
-        self.root = column(table, plots, sizing_mode="stretch_width")
+        self.root = column(self._nothing, self._table, plots, sizing_mode="stretch_width")
+        for one in (self._table, *self.figures):
+            one.visible = False
 
     @property
     def figures(self) -> list[figure]:
@@ -119,6 +133,11 @@ class WorkersPanel:
 
     def show_states(self, states: Sequence[WorkerState]) -> None:
         """Show the workers as they are now."""
+        for one in (self._table, self._tokens, self._memory):
+            one.visible = bool(states)
+        if not states:  # a run that is over, or is looked at from its folder
+            return
+        self._nothing.visible = False
         by_name = {one.worker: one for one in states}
         states = [by_name[name] for name in in_order(by_name)]
         tokens = numbers(one.tokens for one in states)
@@ -153,6 +172,10 @@ class WorkersPanel:
         self, moved: Transfers, requests: Mapping[str, Sequence[tuple[float, int]]]
     ) -> None:
         """Show bytes that were moved, and each engine's requests over seconds."""
+        self._matrix.visible = bool(moved.ways)
+        self._requests.visible = any(requests.values())
+        if self._matrix.visible or self._requests.visible:
+            self._nothing.visible = False
         sums: dict[str, int] = {}
         for pair, ways in moved.ways.items():
             for name in pair:

@@ -27,11 +27,9 @@ from siirl_dask.runs.samples import questions
 from siirl_dask.runs.samples.conversations import spoken_columns
 from siirl_dask.runs.samples.prompt_images import StoredPromptImages
 from siirl_dask.runs.samples.rollouts import open_rollouts
-from siirl_dask.runs.trace import read_trace
+from siirl_dask.runs.trace import read_recent
 from siirl_dask.views.samples.answer import summary as changes_in_words
 
-_TRACE_BYTES = 2**22
-_TRACE_PARTS = 128
 _STARTS = 100
 _PAIRS = 6  # validation prompts
 _EACH = 2  # best and worst samples of each
@@ -143,7 +141,7 @@ def _facts(run: Run) -> RunFacts:
 
 
 def _timing(url: str) -> StepTiming:
-    trace = read_trace(url, most_bytes=_TRACE_BYTES, most_parts=_TRACE_PARTS)
+    trace = read_recent(url)
     return StepTiming(
         trace.steps, find_bottleneck(trace.spans), measure(trace.spans), usual_step(trace.spans)
     )

@@ -36,6 +36,7 @@ _WIDEST = 1000  # characters of a table's line
 _CELL = 60  # characters of a value in a table
 _LABEL = 10
 _LINES = 12  # of a sample's texts, in a pipe
+_EVERY_LINE = 3 * 10**6
 _FEWEST = 6  # of a sample's texts, in a terminal that is too low for all samples
 _AROUND = 6  # lines of a sample beside its texts
 _BAR = 30
@@ -50,16 +51,16 @@ _STYLES = {
 }
 
 
-def print_answer(console: Console, answer: QueryResult) -> None:
-    """Print one answer under its title."""
+def print_answer(console: Console, answer: QueryResult, *, full: bool = False) -> None:
+    """Print one answer under its title; with ``full`` nothing of a text is left out."""
     console.print(Text(f"\n{printable(answer.title)}", style="bold"), soft_wrap=True)
     match answer.layout:
         case AnswerLayout.TABLE | AnswerLayout.HISTOGRAM:
             _print_table(console, answer.table, bars=answer.layout is AnswerLayout.HISTOGRAM)
         case AnswerLayout.SAMPLES:
-            _print_samples(console, answer.table.to_pylist())
+            _print_samples(console, answer.table.to_pylist(), full=full)
         case AnswerLayout.CHANGES:
-            _print_changes(console, answer.table.to_pylist())
+            _print_changes(console, answer.table.to_pylist(), full=full)
     if answer.note:
         console.print(Text(answer.note, style="dim"))
 
@@ -95,13 +96,14 @@ def _ends(rows: int) -> tuple[int, int]:
     return (rows, 0) if rows <= _ROWS else (_ROWS // 2, _ROWS // 2)
 
 
-def _print_samples(console: Console, samples: Sequence[Mapping[str, Any]]) -> None:
-    lines = _lines_each(console, len(samples))
+def _print_samples(console: Console, samples: Sequence[Mapping[str, Any]], *, full: bool) -> None:
+    lines = _EVERY_LINE if full else _lines_each(console, len(samples))
     for number, sample in enumerate(samples, start=1):
         console.print(
             Rule(Text(f"{number} of {len(samples)}: {headings(sample)}"), align="left", style="dim")
         )
-        texts = {"prompt": lines // 3, "response": lines - lines // 3, "answer": 2}
+        answer = _EVERY_LINE if full else 2
+        texts = {"prompt": lines // 3, "response": lines - lines // 3, "answer": answer}
         said = conversation(sample)
         rows = {"images": Text(pictures_in_words(sample))}
         rows |= {
@@ -137,10 +139,10 @@ def _conversation(console: Console, said: Sequence[Mapping[str, Any]], lines: in
     return Text("\n").join(told)
 
 
-def _print_changes(console: Console, changes: Sequence[Mapping[str, Any]]) -> None:
+def _print_changes(console: Console, changes: Sequence[Mapping[str, Any]], *, full: bool) -> None:
     console.print(Text(summary(changes)))
     shown = changes[:_CHANGES]
-    lines = _lines_each(console, len(shown))
+    lines = _EVERY_LINE if full else _lines_each(console, len(shown))
     for row in shown:
         said = f"{cell('reward', row['then'])} then, {cell('reward', row['now'])} now"
         console.print(Rule(Text(said), align="left", style="dim"))
@@ -180,7 +182,8 @@ def _cut(console: Console, value: object, most: int) -> Text:
     most = max(2, most)
     room = most * width  # characters that can be shown at all
     head = Text(text[:room]).wrap(console, width, overflow="fold")
-    if len(text) <= room and len(head) <= most:
+    # the line that says what is left out has to save more than one
+    if len(text) <= room and len(head) <= most + 1:
         return Text("\n").join(head)
     tail = Text(text[-room:]).wrap(console, width, overflow="fold")
     first = list(head[: most - most // 3])

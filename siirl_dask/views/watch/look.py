@@ -24,13 +24,18 @@ from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import RunStart, newest_start
 from siirl_dask.runs.glance import glance
 from siirl_dask.runs.reader import open_run
-from siirl_dask.runs.trace import read_step, slowest_in
+from siirl_dask.runs.trace import (
+    RECENT_BYTES,
+    RECENT_PARTS,
+    RECENT_STEPS,
+    Trace,
+    read_newest,
+    slowest_in,
+)
 from siirl_dask.views.charts.headlines import SECONDS
 from siirl_dask.views.charts.series import series_of
 from siirl_dask.views.watch.metrics_tail import MetricsTail
 
-_TRACE_BYTES = 2**22
-_TRACE_PARTS = 256
 _SAMPLES = 3
 _PAUSE = 10.0  # seconds between two looks at tables
 _BACK = 3  # steps: the newest one's rows may not be written yet
@@ -70,7 +75,8 @@ class Look:
     start: RunStart | None = None
     seconds_left: float | None = None
     slowest: Slowest | None = None
-    slowest_step: int = 0
+    traced_steps: Sequence[int] = ()
+    """Steps that ``slowest`` is of, ascending."""
     samples: Sequence[Mapping[str, Any]] = ()
     samples_step: int = 0
     trouble: str = ""
@@ -87,8 +93,10 @@ class Look:
 class Watcher:
     """Looks at the run at ``url``. ConfigError if there is none."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, tables: bool = True) -> None:
+        """With ``tables`` it looks for the slowest node and for samples as well."""
         self._run = open_run(url)
+        self._reads_tables = tables
         self._tail = MetricsTail(url)
         try:
             config = self._run.config
@@ -98,6 +106,7 @@ class Watcher:
         self._pace: Pace | None = None
         self._beat: tuple[int, bytes] = (0, b"")
         self._beat_at = self._tables_at = float("-inf")
+        self._traced: Trace | None = None
 
     def look(self, now: float) -> Look:
         """Return the run as it is ``now``, by a monotonic clock; where that fails, as it was, with
@@ -119,14 +128,46 @@ class Watcher:
             look = replace(
                 look, life=self._life(look, now), seconds_left=self._seconds_left(look, now)
             )
-            if now - self._tables_at >= _PAUSE or look.life.is_over:
-                look = _with_tables(look)
+            due = now - self._tables_at >= _PAUSE
+            if self._reads_tables and (due or look.life.is_over):
+                look = self._with_tables(look)
                 self._tables_at = now
             self._look = look
         except (StorageError, OSError, ConfigError) as error:
             trouble = redacted(f"it cannot be read just now: {type(error).__name__}: {error}")
             self._look = replace(self._look, trouble=trouble)
         return self._look
+
+    def _with_tables(self, look: Look) -> Look:
+        """Return the look with the slowest node of the newest steps, and samples of the newest step
+        that has them.
+        """
+        try:
+            look = self._with_slowest(look)
+            for step in range(look.done, max(0, look.done - _BACK), -1):
+                if step == look.samples_step:
+                    break
+                samples = glance(look.url, step, _SAMPLES)
+                if samples:
+                    return replace(look, samples=samples, samples_step=step)
+        except DataError as error:  # a damaged part: what is known of earlier steps stays
+            return replace(look, trouble=str(error))
+        return look
+
+    def _with_slowest(self, look: Look) -> Look:
+        """Return the look with what took longest in the newest steps; no others are listed."""
+        steps = range(max(1, look.done - RECENT_STEPS + 1), look.done + 1)
+        known = None if self._traced is None else self._traced.parts
+        trace = read_newest(
+            look.url, steps, most_bytes=RECENT_BYTES, most_parts=RECENT_PARTS, known=known
+        )
+        if trace is None:  # as it was
+            return look
+        self._traced = trace
+        slowest = slowest_in(trace)
+        if slowest is None:
+            return look
+        return replace(look, slowest=slowest, traced_steps=trace.steps)
 
     def _summary(self) -> Summary | None:
         try:
@@ -169,29 +210,3 @@ class Watcher:
             -_RECENT:
         ]
         return sum(recent) / len(recent) * (look.total - look.done) if recent else None
-
-
-def _slowest(url: str, step: int) -> Slowest | None:
-    trace = read_step(url, step, most_bytes=_TRACE_BYTES, most_parts=_TRACE_PARTS)
-    return None if trace is None else slowest_in(trace)
-
-
-def _with_tables(look: Look) -> Look:
-    """Return the look with the slowest node and samples of the newest step that has them."""
-    newest = range(look.done, max(0, look.done - _BACK), -1)
-    try:
-        for step in newest:
-            if step == look.slowest_step:
-                break
-            if slowest := _slowest(look.url, step):
-                look = replace(look, slowest=slowest, slowest_step=step)
-                break
-        for step in newest:
-            if step == look.samples_step:
-                break
-            if samples := glance(look.url, step, _SAMPLES):
-                look = replace(look, samples=samples, samples_step=step)
-                break
-    except DataError as error:  # a damaged part: what is known of an earlier step stays
-        look = replace(look, trouble=str(error))
-    return look

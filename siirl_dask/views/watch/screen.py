@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -39,13 +39,19 @@ def screen(look: Look, width: int) -> RenderableType:
         parts.append(
             Text(
                 f"slowest  node {printable(slow.node)!r} on worker {printable(slow.worker)!r}, "
-                f"{slow.share:.0%} of step {look.slowest_step}",
+                f"{slow.share:.0%} of {_steps_in_words(look.traced_steps)}",
                 style="bold",
             )
         )
     if look.samples:
         parts += [Text(f"\nsome samples of step {look.samples_step}", style="bold"), _samples(look)]
     return Group(*parts)
+
+
+def _steps_in_words(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    return f"steps {steps[0]} to {steps[-1]}"
 
 
 def _head(look: Look) -> Text:

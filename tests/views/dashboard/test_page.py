@@ -13,6 +13,7 @@ import pytest
 from bokeh.client import pull_session
 from bokeh.document import Document
 from distributed import Client, LocalCluster, Scheduler
+from distributed.dashboard.components.scheduler import env
 from distributed.dashboard.scheduler import template_variables
 from siirl_storage import stage_part
 
@@ -20,7 +21,9 @@ from siirl_dask.observe.trace.trace_table import trace_table
 from siirl_dask.trace import Entry, Lane
 from siirl_dask.views.dashboard.page import show_page
 from siirl_dask.views.dashboard.plugin import NAME, PagePlugin
+from siirl_dask.views.dashboard.scheduler_source import SchedulerSource
 from siirl_dask.views.dashboard.store import RunStore
+from siirl_dask.views.dashboard.style import TEMPLATE
 from tests.commands.test_pictures import written
 from tests.images.pictures import png
 from tests.runs.test_questions import NASTY, row, save
@@ -33,7 +36,8 @@ class Viewer:
 
     def __init__(self, store, scheduler):
         self.document = Document()
-        show_page(scheduler, store, {}, self.document)
+        source = SchedulerSource(scheduler, store)
+        show_page(source, env.from_string(TEMPLATE), {}, self.document)
         (callback,) = self.document.session_callbacks
         self.look = callback.callback
 
@@ -221,3 +225,26 @@ def test_a_scheduler_that_preloads_it_serves_the_page_without_torch():
     )
     assert done.stdout.strip() == "[]", done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_end_of_a_run_is_on_the_page_and_what_to_type_after_it(client, scheduler, url):
+    assert call(client, "begin", about=about(url, steps=9))
+    call(client, "record", url=url, record=step(1))
+    store = scheduler.plugins[NAME].store
+    viewer = Viewer(store, scheduler)
+    assert "it has not said" in viewer.named("state").text
+    failed = {"status": "failed", "error": "<b>it broke", "resume": "siirl-dask run c.yaml"}
+    began = time.monotonic()
+    call(client, "end", url=url, about=failed)
+    assert time.monotonic() - began > 3, "a browser that looks on has time to get it"
+    viewer.look()
+    farewell = viewer.named("farewell").text
+    for told in ("has ended: failed", "step 1 of 9", f"siirl-dask serve {url}", failed["resume"]):
+        assert told in farewell, told
+    assert "&lt;b&gt;it broke" in viewer.named("state").text
+    store.runs[url].looked_at = float("-inf")
+    began = time.monotonic()
+    call(client, "end", url=url, about=failed)
+    assert time.monotonic() - began < 1, "nobody looks on"
+    call(client, "end", url=url, about={"status": "<script>"})
+    assert store.runs[url].ended.status == "failed"

@@ -1,0 +1,173 @@
+"""Serves the page of a run, or of the runs in a folder, from their files alone.
+
+Nobody else is reached: names that a browser sends are compared with those that are in the folder,
+and requests of other sites, or to other hosts, get 403.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from bokeh.application import Application
+from bokeh.application.handlers.function import FunctionHandler
+from bokeh.core.templates import get_env
+from bokeh.server.server import BaseServer
+from bokeh.server.tornado import BokehTornado
+from bokeh.server.util import bind_sockets
+from siirl_storage import join
+from tornado.httpserver import HTTPServer
+from tornado.ioloop import IOLoop
+from tornado.web import HTTPError, RequestHandler
+
+from siirl_dask.errors import ConfigError, SiirlError
+from siirl_dask.runs.reader import is_run
+from siirl_dask.views.dashboard.origins import refuse_other_sites
+from siirl_dask.views.dashboard.page import show_page
+from siirl_dask.views.dashboard.served.folder_source import FolderSource, Looks
+from siirl_dask.views.dashboard.served.run_list import (
+    MOST_COMPARED,
+    list_page,
+    run_address,
+    runs_in,
+)
+from siirl_dask.views.dashboard.style import SERVED_TEMPLATE
+from siirl_dask.views.report.gather import gather
+from siirl_dask.views.report.page import page as report_page
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_NAME = "name"
+_TOKEN_SECONDS = 3600  # within which a page that was loaded may connect
+_LONGEST = 300  # characters of a name
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRuns:
+    """The runs that are served: one, or those in a folder."""
+
+    url: str
+    alone: bool
+    """True for one run at ``url``."""
+
+    def names(self) -> list[str]:
+        """Return the names of the runs that there are now. ConfigError for a store that fails."""
+        if self.alone:
+            return [self.url.rstrip("/").rpartition("/")[2]]
+        return runs_in(self.url)
+
+    def url_of(self, name: str) -> str | None:
+        """Return the URL of a run; None for a name that is none of them."""
+        if name not in self.names():
+            return None
+        return self.url if self.alone else join(self.url, name)
+
+
+def served_runs(url: str) -> ServedRuns:
+    """Return the runs at ``url``. ConfigError where there is none."""
+    if is_run(url):
+        return ServedRuns(url, alone=True)
+    if not runs_in(url):
+        raise ConfigError(
+            f"{url!r} holds no run, and no folder in it does: expected a run's folder, or one of "
+            "runs, such as runs"
+        )
+    return ServedRuns(url, alone=False)
+
+
+class RunServer:
+    """A server on ``address`` and ``port``, 0 for a free one. ConfigError for a port that is taken,
+    and for an address that this machine does not have.
+    """
+
+    def __init__(self, runs: ServedRuns, address: str, port: int) -> None:
+        self._looks = Looks()
+        template = get_env().from_string(SERVED_TEMPLATE)
+        show = partial(_document, runs, self._looks, template)
+        patterns: list[Any] = [
+            ("/", _ListHandler, {"runs": runs}),
+            ("/compare", _CompareHandler, {"runs": runs}),
+        ]
+        try:
+            sockets, taken = bind_sockets(address, port)
+        except OSError as error:
+            raise ConfigError(
+                f"nothing can be served at {address}, port {port}: {error}; another --port, or none, "
+                "takes one that is free"
+            ) from error
+        shown = f"[{address}]" if ":" in address else address
+        self.address = f"http://{shown}:{taken}/"
+        app = BokehTornado(
+            {"/run": Application(FunctionHandler(show))},
+            absolute_url=self.address,
+            extra_websocket_origins=["*"],  # other sites are refused before Bokeh asks
+            extra_patterns=patterns,
+            use_index=False,
+            session_token_expiration=_TOKEN_SECONDS,
+        )
+        refuse_other_sites(app, [], hosts=LOOPBACK if address in LOOPBACK else ())
+        http = HTTPServer(app)
+        http.add_sockets(sockets)
+        self._server = BaseServer(IOLoop.current(), app, http)
+
+    def serve(self) -> None:
+        """Serve until the process is interrupted."""
+        self._server.start()
+        try:
+            self._server.io_loop.start()
+        finally:
+            self._looks.reader.close()
+            self._server.stop()
+
+
+def _document(runs: ServedRuns, looks: Looks, template: Any, doc: Any) -> None:
+    arguments = doc.session_context.request.arguments
+    name = next(iter(arguments.get(_NAME, ())), b"").decode(errors="replace")[:_LONGEST]
+    try:
+        url = runs.url_of(name)
+    except SiirlError as error:
+        raise HTTPError(502, str(error)) from error
+    if url is None:
+        raise HTTPError(404, "no run of this name is here")
+    source = FolderSource(looks, url, name)
+    extra = {"index": "" if runs.alone else "./"}
+    show_page(source, template, extra, doc)
+    doc.title = f"{name}: siirl"
+
+
+class _RunsHandler(RequestHandler):
+    """Answers with HTML; what it reads, it reads in a thread."""
+
+    def initialize(self, runs: ServedRuns) -> None:
+        self.runs = runs
+
+    def write_error(self, status_code: int, **told: Any) -> None:
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.finish(f"{status_code}: {self._reason}\n")
+
+
+class _ListHandler(_RunsHandler):
+    async def get(self) -> None:
+        if self.runs.alone:
+            self.redirect(run_address(self.runs.names()[0]))
+            return
+        self.write(await IOLoop.current().run_in_executor(None, self._page))
+
+    def _page(self) -> str:
+        return list_page(self.runs.url, self.runs.names())
+
+
+class _CompareHandler(_RunsHandler):
+    async def get(self) -> None:
+        names = self.get_arguments(_NAME)[: MOST_COMPARED + 1]
+        if not 1 <= len(names) <= MOST_COMPARED:
+            raise HTTPError(400, reason=f"choose 1 to {MOST_COMPARED} runs to compare")
+        self.write(await IOLoop.current().run_in_executor(None, self._page, names))
+
+    def _page(self, names: Sequence[str]) -> str:
+        urls = [self.runs.url_of(name) for name in dict.fromkeys(names)]
+        found = [url for url in urls if url is not None]
+        if len(found) < len(urls):
+            raise HTTPError(404, reason="there is no run of one of these names")
+        return report_page(gather(found))

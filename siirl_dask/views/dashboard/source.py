@@ -1,0 +1,43 @@
+"""Tells a page of runs what their folders do not: which there are, whether they go on, and what
+their workers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from siirl_dask.views.dashboard.store import LiveRun, RunStore
+from siirl_dask.views.dashboard.workers_panel import WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class Pulses:
+    """Readings of the workers of a run, as they told them last."""
+
+    readings: Mapping[str, tuple[int, str, bool]] = field(default_factory=dict)
+    """Things done, place, and whether it waits, of each worker."""
+    states: list[WorkerState] = field(default_factory=list)
+
+
+class PageSource(Protocol):
+    """Where a page finds its runs: a scheduler that they use, or their folders."""
+
+    store: RunStore
+
+    def refresh(self) -> None:
+        """Bring the store up to date."""
+        ...
+
+    def goes_on(self, run: LiveRun) -> bool:
+        """Return whether the run is under way."""
+        ...
+
+    def pulse_seconds(self) -> float:
+        """Return the seconds after which workers have told something new."""
+        ...
+
+    def pulses(self, run: LiveRun) -> Pulses:
+        """Return what the run's workers told last."""
+        ...

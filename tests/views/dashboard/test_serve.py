@@ -1,0 +1,156 @@
+"""``siirl-dask serve``: the page of a run from its folder alone, and a list to compare from."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from http.client import HTTPConnection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from bokeh.document import Document
+from tornado.ioloop import IOLoop
+
+from siirl_dask.errors import ConfigError
+from siirl_dask.observe import RunFailure, Status
+from siirl_dask.views.dashboard.page import show_page
+from siirl_dask.views.dashboard.served.folder_source import FolderSource, Looks
+from siirl_dask.views.dashboard.served.server import RunServer, served_runs
+from tests.written_runs import begin_run, end_run, start_run, whole_run
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+def shown(url):
+    """The texts of a page that has been shown all there is of the run at ``url``."""
+    looks = Looks()
+    document = Document()
+    show_page(FolderSource(looks, str(url), "it"), "", {}, document)
+    (callback,) = document.session_callbacks
+    deadline = time.monotonic() + 20
+    named = document.select_one({"name": "state"})
+    while not looks.reader.known(("look", str(url))).version or "0 of 0" in named.text:
+        assert time.monotonic() < deadline, named.text
+        time.sleep(0.05)
+        callback.callback()
+    looks.reader.close()
+    return named.text, document.select_one({"name": "farewell"}).text
+
+
+def test_a_run_that_is_over_is_shown_from_its_folder_in_any_store(store_url):
+    url = whole_run(f"{store_url}/run", traced=1)
+    state, farewell = shown(url)
+    for told in ("complete", "step 10 of 60", "reward", "node <b>", "validation"):
+        assert told in state, told
+    assert "training</span>" not in state
+    assert "has ended: complete" in farewell
+    assert f"siirl-dask serve {url}" in farewell
+
+
+def test_a_run_that_failed_says_why_and_what_to_type_and_runs_no_text_of_its_own(tmp_path):
+    url = begin_run(tmp_path / "run")
+    start_run(url, beat=b"ended\n")
+    failure = RunFailure(kind="NodeError", message=HOSTILE, resume=f"siirl-dask run {HOSTILE}")
+    end_run(url, status=Status.FAILED, error=HOSTILE, failure=failure)
+    for text in shown(url):
+        assert "failed" in text
+        assert "siirl-dask run &lt;script&gt;" in text
+        assert "<script" not in text
+
+
+def test_a_run_whose_process_is_gone_without_a_word_is_not_shown_as_training(tmp_path):
+    url = begin_run(tmp_path / "run")
+    start_run(url, beat=b"ended\n")
+    state, farewell = shown(url)
+    assert "gone" in state
+    assert "training</span>" not in state + farewell
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of two runs, with something else in it."""
+    for name in ("one", "two"):
+        whole_run(tmp_path / "runs" / name, traced=1)
+    (tmp_path / "runs" / "data").mkdir()
+    (tmp_path / "secret").mkdir()
+    begin_run(tmp_path / "secret" / "run")
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def server(folder):
+    """A server of that folder, on a thread of its own: what to ask, and the answer."""
+    ready = threading.Event()
+    held = {}
+
+    def serve():
+        held["server"] = server = RunServer(served_runs(str(folder)), "127.0.0.1", 0)
+        held["loop"] = IOLoop.current()
+        held["loop"].add_callback(ready.set)
+        server.serve()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert ready.wait(20)
+    port = urlsplit(held["server"].address).port
+
+    def ask(path, **headers):
+        connection = HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+    yield ask
+    held["loop"].add_callback(held["loop"].stop)
+    thread.join(20)
+
+
+def test_a_folder_of_runs_is_a_list_with_a_page_each_and_a_comparison(server):
+    status, text = server("/")
+    assert status == 200
+    for told in ("run?name=one", "run?name=two", "complete"):
+        assert told in text
+    assert "data" not in text.partition("<body>")[2].replace("data:", "")
+    status, text = server("/run?name=one")
+    assert status == 200
+    assert 'id="siirl-farewell"' in text
+    status, text = server("/compare?name=one&name=two")
+    assert status == 200
+    assert "where the runs differ" in text
+
+
+@pytest.mark.parametrize(
+    "path", ["/run", "/run?name=three", "/run?name=../secret/run", "/compare?name=../secret/run"]
+)
+def test_what_is_not_in_the_folder_is_not_served(server, path):
+    status, text = server(path)
+    assert status == 404
+    assert "secret" not in text
+
+
+def test_other_sites_and_other_names_of_this_machine_get_nothing(server):
+    assert server("/", Host="evil.example.com:80")[0] == 403
+    assert server("/run?name=one", Origin="http://evil.example.com")[0] == 403
+    assert server("/", Host="localhost:80")[0] == 200
+
+
+def test_a_folder_without_a_run_is_refused_before_anything_listens(tmp_path):
+    for url in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(ConfigError, match="holds no run"):
+            served_runs(str(url))
+
+
+IMPORTS = """
+import json, sys
+from siirl_dask.views.dashboard.served import server
+print(json.dumps([name for name in ("distributed", "torch", "dask") if name in sys.modules]))
+"""
+
+
+def test_serving_needs_no_cluster_and_no_torch():
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, cwd=Path.cwd(), check=True
+    )
+    assert json.loads(done.stdout) == []
