@@ -81,10 +81,10 @@ def describe_run(
     workers = worker_names(config)
     placed = None if hosts is None else place_workers(workers, hosts)
     phases = plan_phases(config, dag, validation, workers, placed, assume_columns=True)
-    check_observation(config, phases[Phase.TRAIN][0])
-    checked = check(config, phases, refuse_devices=False)
+    backends = check_observation(config, phases[Phase.TRAIN][0], is_plan=True)
+    checked = check(config, phases, is_plan=True)
     check_writable(config.run.url, write=False)
-    notes = redacted([*starts.notes, *_assumed(config), *checked.notes])
+    notes = redacted([*starts.notes, *_assumed(config), *backends, *checked.notes])
     if expected is not None:
         notes.append(expected.note)
     shown = _shown(config, phases)

@@ -15,14 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from siirl_dask.commands.migrate.draft import Draft, Fate
-from siirl_dask.commands.migrate.given import read_given
+from siirl_dask.commands.migrate.given import Given, read_given
 from siirl_dask.commands.migrate.option import Use
 from siirl_dask.commands.migrate.render import as_yaml, report
 from siirl_dask.commands.migrate.rules import apply_rules
 from siirl_dask.commands.migrate.table import TABLE, option_of
+from siirl_dask.commands.migrate.ways import mark_followers, merged
 from siirl_dask.errors import ConfigError, did_you_mean
 
 __all__ = ["Migration", "add_migrate", "migrate", "show_migration"]
+
+_PROBES = (1, 2, 4099)
+"""Numbers that stand in for one that is not known, to see what follows from it: small ones and a
+large one that divides nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +51,29 @@ def migrate(words: Sequence[str], rows: int | None = None) -> Migration:
         raise ConfigError(
             f"--rows {rows}: expected the number of rows of data.train_files, at least 1"
         )
-    given = read_given(words)
-    draft = Draft(given)
+    draft = merged([_drafted(given, rows) for given in read_given(words)])
+    return Migration(as_yaml(draft), report(draft), draft.fates, draft.defaulted)
+
+
+def _drafted(given: Given, rows: int | None) -> Draft:
+    """Return the draft of one way of what was given."""
+    draft = _filled(Draft(given), rows)
+    for name in draft.open_options():
+        for number in _PROBES:
+            probed = Draft(given, probed=name, probed_number=number)
+            mark_followers(draft, _filled(probed, rows), name)
+    return draft
+
+
+def _filled(draft: Draft, rows: int | None) -> Draft:
+    """Return a draft with what the rules make of its options, and the fate of each."""
+    given = draft.given
     apply_rules(draft, rows)
     for name, value in given.values.items():
         if name not in draft.fates:
             draft.fates[name] = _fate(name, value, draft)
     draft.fates = {name: draft.fates[name] for name in given.values if name in draft.fates}
-    return Migration(as_yaml(draft), report(draft), draft.fates, draft.defaulted)
+    return draft
 
 
 def _fate(name: str, value: Any, draft: Draft) -> Fate:

@@ -4,11 +4,14 @@ each option given.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from siirl_dask.commands.migrate.given import Given
+
+_ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,11 @@ class DraftEntry:
 
     value: Any
     comment: str
+    to_decide: str = ""
+    """Why the file has no value: the ones that there may be, or what is not known. "" where it
+    has. ``value`` stands in for rules that read it."""
+    sources: tuple[str, ...] = ()
+    """Options given that it comes from."""
 
 
 @dataclass(slots=True)
@@ -48,6 +56,11 @@ class Draft:
     open_questions: list[str] = field(default_factory=list)
     """Values that a person must decide, such as a number of steps that no dataset was there to
     tell."""
+    probed: str = ""
+    """An option whose number or flag is not known, and which is another than the default here:
+    what differs from a draft without this follows from it."""
+    probed_number: float = 1
+    """The number that it has."""
 
     def has(self, *names: str) -> bool:
         """Whether any of these options was given."""
@@ -67,6 +80,8 @@ class Draft:
         and named.
         """
         value = self.value(name, default)
+        if name == self.probed and self.reason_open(name):
+            return self.probed_number
         try:
             number = float(value)
         except (TypeError, ValueError):
@@ -86,8 +101,22 @@ class Draft:
         return list(value) if isinstance(value, (list, tuple)) else [value]
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return an option's true or false."""
+        """Return an option's true or false; the default where it is not known."""
+        if self.reason_open(name):
+            return default != (name == self.probed)
         return str(self.value(name, default)).lower() in ("true", "1", "yes")
+
+    def reason_open(self, name: str) -> str:
+        """Return what is not known in the value of an option that was given; "" for nothing."""
+        if name in self.given.unread:
+            return f"what `{self.given.unread[name]}` prints"
+        variables = _ENVIRONMENT.findall(str(self.given.values.get(name, "")))
+        unknown = [f"${variable}" for variable in variables if variable != "HOME"]
+        return f"{' and '.join(unknown)}, which the environment has" if unknown else ""
+
+    def open_options(self) -> list[str]:
+        """Return the options given whose values are not known."""
+        return [name for name in self.given.values if self.has(name) and self.reason_open(name)]
 
     def set(self, key: str, value: Any, *sources: str, note: str = "") -> None:
         """Set our key, and say which options it comes from: of ``sources`` those given, or the
@@ -101,7 +130,19 @@ class Draft:
         else:
             origin = f"{self.given.system}'s default" + (f" of {sources[0]}" if sources else "")
             self.defaulted[key] = sources[0] if sources else ""
-        self.entries[key] = DraftEntry(value, f"{origin}; {note}" if note else origin)
+        reasons = [
+            f"{name} is {self.reason_open(name)}"
+            for name in given
+            # a text keeps its variables, which the configuration reads from the environment
+            if name in self.given.unread
+            or (self.reason_open(name) and not _ENVIRONMENT.search(str(value)))
+        ]
+        to_decide = "; ".join(reasons)
+        if to_decide:
+            self.open_questions.append(f"{key}: {to_decide}: write the value")
+        self.entries[key] = DraftEntry(
+            value, f"{origin}; {note}" if note else origin, to_decide, tuple(given)
+        )
 
     def became(self, name: str, *keys: str) -> None:
         """Say that an option became keys, or parts of the DAG, of ours."""

@@ -26,8 +26,9 @@ from siirl_dask.driver.estimates.device_memory import (
 from siirl_dask.driver.estimates.memory import WorkerMemory, check_memory, memory_of
 from siirl_dask.driver.phases import Phases, exists
 from siirl_dask.errors import ConfigError, DataError, PlanError, UserError, did_you_mean
+from siirl_dask.models.remote import UnreachableModelError
 from siirl_dask.nodes.prompts import check_expected_lengths
-from siirl_dask.observe.backends import check_backends
+from siirl_dask.observe.backends import check_backends, missing_backends
 from siirl_dask.planner import DAG, Footprint, Node, Plan, Role, RoleCost
 from siirl_dask.planner.contract import bare, options_of
 from siirl_dask.planner.explain.tables import short_name, worker_ranges
@@ -52,13 +53,13 @@ class Checked:
     """Sentences among the notes that are about rows of the datasets."""
 
 
-def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Checked:
+def check(config: Config, phases: Phases, *, is_plan: bool = False) -> Checked:
     """Raise ConfigError, DataError or PlanError for a run that cannot work, as far as is known
     before it starts.
 
-    Datasets and models that are absent are not looked into. Without ``refuse_devices`` a run passes
-    whose roles do not fit on accelerators of ``cluster.device_memory``, for a reader who is shown
-    what to change.
+    Datasets and models that are absent are not looked into. With ``is_plan``, for a reader who is
+    shown what to change, a run passes whose roles do not fit on accelerators of
+    ``cluster.device_memory``, and one whose models' stores cannot be reached from here.
     """
     refuse_older()
     plan, _ = next(iter(phases.values()))
@@ -74,13 +75,13 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
         _check_lone_samples(phase_plan.dag)
     check_weight_sync(config, plan)
     _check_expected_lengths(config, phases)
-    costs = {role.name: _check_role(role, plan, config) for role in plan.dag.roles}
+    costs = {role.name: _check_role(role, plan, config, is_plan) for role in plan.dag.roles}
     _check_requirements(plan.dag, costs)
     _check_together(plan, costs)
     _check_processes(plan, costs)
     footprints = footprints_of(costs)
     accelerator = device_memory(config)
-    if refuse_devices:
+    if not is_plan:
         check_devices(accelerator, cards_of(plan, footprints))
     memory = memory_of(config, phases, costs, accelerators=accelerator is not None)
     check_memory(config, memory)
@@ -149,7 +150,7 @@ def _samples(dag: DAG, node: Node) -> int | None:
     return samples
 
 
-def _check_role(role: Role, plan: Plan, config: Config) -> RoleCost:
+def _check_role(role: Role, plan: Plan, config: Config, is_plan: bool) -> RoleCost:
     """Run the role's own preflight; its errors name the role."""
     preflight = preflight_of(role.build)
     if preflight is None:
@@ -160,6 +161,10 @@ def _check_role(role: Role, plan: Plan, config: Config) -> RoleCost:
         return RoleCost(notes=(note,))
     try:
         return preflight(options_of(role.build), plan.placement[role.name], config)
+    except UnreachableModelError as error:
+        if not is_plan:
+            raise ConfigError(f"role {role.name!r}: {error}") from error
+        return RoleCost(notes=(f"{error}; its memory is not counted, and a run needs it",))
     except UserError as error:
         raise type(error)(f"role {role.name!r}: {error}") from error
 
@@ -248,15 +253,18 @@ def _notes(plan: Plan, costs: Mapping[str, RoleCost]) -> list[str]:
     return notes
 
 
-def check_observation(config: Config, plan: Plan) -> None:
+def check_observation(config: Config, plan: Plan, *, is_plan: bool = False) -> list[str]:
     """Raise ConfigError for backends of metrics that are not installed, and for an unusable
-    ``profile``.
+    ``profile``. With ``is_plan`` return a sentence on each such backend instead: a run may start
+    elsewhere.
 
     ``plan`` is the one that the run begins with. It is not part of ``check``: a run that has lost
     workers goes on without their profiles, and an evaluation has neither.
     """
-    check_backends(config.observe.backends)
     _check_profile(config, plan)
+    if not is_plan:
+        check_backends(config.observe.backends)
+    return missing_backends(config.observe.backends)
 
 
 def _check_profile(config: Config, plan: Plan) -> None:
