@@ -122,14 +122,13 @@ def test_what_only_a_run_needs_is_a_note_of_a_plan(capsys, digits, monkeypatch):
     """A configuration of ``migrate`` is planned where neither the model nor wandb is."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("siirl_dask.observe.backends._is_installed", lambda package: False)
-    options = ["model.path=hf://org/nowhere", "observe.backends=[wandb]"]
-    main(["plan", str(digits), *options])
-    said = capsys.readouterr().out
+    options = [*digits, "model.path=hf://org/nowhere", "observe.backends=[wandb]"]
+    said = planned(capsys, *options)
     assert "note: observe.backends names wandb, and its package is not installed here" in said
     assert "its memory is not counted, and a run needs it" in said
     with pytest.raises(SystemExit, match="2"):
-        main(["run", str(digits), *options])
-    assert "model 'hf://org/nowhere'" in capsys.readouterr().err
+        main(["run", KL, *options])
+    assert "observe.backends names wandb" in capsys.readouterr().err
 
 
 def test_storage_that_cannot_be_reached_is_named(capsys, digits, monkeypatch):

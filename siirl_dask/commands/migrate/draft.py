@@ -109,7 +109,10 @@ class Draft:
     def reason_open(self, name: str) -> str:
         """Return what is not known in the value of an option that was given; "" for nothing."""
         if name in self.given.unread:
-            return f"what `{self.given.unread[name]}` prints"
+            source = self.given.unread[name]
+            if self.given.system == "TRL":
+                return f"`{source}`, which the script alone does not tell"
+            return f"what `{source}` prints"
         variables = _ENVIRONMENT.findall(str(self.given.values.get(name, "")))
         unknown = [f"${variable}" for variable in variables if variable != "HOME"]
         return f"{' and '.join(unknown)}, which the environment has" if unknown else ""
@@ -118,10 +121,25 @@ class Draft:
         """Return the options given whose values are not known."""
         return [name for name in self.given.values if self.has(name) and self.reason_open(name)]
 
+    def whole(self, name: str, default: int) -> int:
+        """Return an option's whole number of at least 1; another one is lost, and 1 stands in."""
+        number = int(self.number(name, default))
+        if number >= 1:
+            return number
+        self.lose(name, f"{self.text(name)}: expected at least 1")
+        question = f"{name}={self.text(name)}: expected at least 1; 1 stands in"
+        if question not in self.open_questions:
+            self.open_questions.append(question)
+        return 1
+
     def set(self, key: str, value: Any, *sources: str, note: str = "") -> None:
         """Set our key, and say which options it comes from: of ``sources`` those given, or the
         default of the first.
         """
+        self.set_from(key, value, sources, note)
+
+    def set_from(self, key: str, value: Any, sources: Sequence[str], note: str = "") -> None:
+        """Set our key as ``set`` does."""
         given = [name for name in sources if self.has(name)]
         for name in given:
             self.became(name, key)
@@ -143,6 +161,14 @@ class Draft:
         self.entries[key] = DraftEntry(
             value, f"{origin}; {note}" if note else origin, to_decide, tuple(given)
         )
+
+    def leave_open(self, key: str, reason: str) -> None:
+        """Leave our key without a value, for ``reason``, unless it has one that is open already."""
+        entry = self.entries.get(key)
+        if entry is not None and entry.to_decide:
+            return
+        self.entries[key] = DraftEntry(None if entry is None else entry.value, "", reason)
+        self.open_questions.append(f"{key}: {reason}")
 
     def became(self, name: str, *keys: str) -> None:
         """Say that an option became keys, or parts of the DAG, of ours."""

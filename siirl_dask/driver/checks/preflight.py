@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 
 from siirl_storage import StorageError
 
@@ -77,6 +78,8 @@ def check(config: Config, phases: Phases, *, is_plan: bool = False) -> Checked:
     _check_expected_lengths(config, phases)
     costs = {role.name: _check_role(role, plan, config, is_plan) for role in plan.dag.roles}
     _check_requirements(plan.dag, costs)
+    for phase_plan, _ in phases.values():
+        _check_columns(phase_plan.dag, costs)
     _check_together(plan, costs)
     _check_processes(plan, costs)
     footprints = footprints_of(costs)
@@ -190,6 +193,25 @@ def _check_requirements(dag: DAG, costs: Mapping[str, RoleCost]) -> None:
                 f"node {node.name!r} runs {short_name(node.fn)}, which needs a role with "
                 f"{', '.join(missing)}, and "
                 f"role {node.role!r} has none: give its trainer {options}, or leave the node out"
+            )
+
+
+def _check_columns(dag: DAG, costs: Mapping[str, RoleCost]) -> None:
+    """Raise PlanError for a node that does not pass the function of its role a column that this
+    has no default for.
+    """
+    for node in dag.nodes:
+        if "columns" not in signature(bare(node.fn)).parameters or node.role not in costs:
+            continue
+        passed = node.options.get("columns", ())
+        missing = sorted(costs[node.role].columns - set(passed))
+        if missing:
+            wanted = ", ".join([*passed, *missing])
+            raise PlanError(
+                f"node {node.name!r}: the function of role {node.role!r} needs "
+                f"{', '.join(missing)}, and the node passes it the columns {[*passed]}: give it "
+                f"the dataset's as nodes: {{{node.name}: {{with: {{columns: [{wanted}]}}}}}}, or "
+                "the argument a default"
             )
 
 
