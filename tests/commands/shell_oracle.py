@@ -40,7 +40,7 @@ HANDLER = "command_not_found_handle() { return 0; }\nexport -f command_not_found
 
 @dataclass
 class Comparison:
-    """What came of one script."""
+    """Result of one script."""
 
     name: str
     verdict: str

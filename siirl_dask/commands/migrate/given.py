@@ -48,9 +48,9 @@ class Given:
     lines: Mapping[str, int] = field(default_factory=dict)
     """Lines of the script where options got their values."""
     unread: Mapping[str, str] = field(default_factory=dict)
-    """What is not known in the values of options: mostly commands, whose output they take."""
+    """Parts of options' values that are not known: mostly commands, whose output they take."""
     assumed: str = ""
-    """What is assumed where a script does not tell: ``DEVICE=gpu``."""
+    """Assumption where a script does not tell: ``DEVICE=gpu``."""
     questions: Sequence[str] = field(default_factory=tuple)
     """Sentences on what decides between the ways of a script."""
 

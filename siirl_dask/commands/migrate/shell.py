@@ -32,7 +32,7 @@ class ShellOption:
     """The word, with ``${oc.env:X}`` for a variable that the script does not set."""
     line: int
     unread: str = ""
-    """What in it is not known, as the script writes it: a command, mostly."""
+    """Part of it that is not known, as the script writes it: a command, mostly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ShellCall:
     """Python module that is called, such as ``verl.trainer.main_ppo``."""
     notes: list[str] = field(default_factory=list)
     assumed: str = ""
-    """What is assumed where the script does not tell: ``DEVICE=gpu``; "" where it tells all."""
+    """Assumption where the script does not tell: ``DEVICE=gpu``; "" where it tells all."""
 
 
 @dataclass(frozen=True, slots=True)
