@@ -41,7 +41,7 @@ GROUPS: dict[str, dict[str, Command]] = {
             "migrate",
             "add_migrate",
             "show_migration",
-            "turn a verl or siiRL config into one of ours",
+            "turn a config of verl or TRL into one of ours",
         ),
     },
     "Train": {

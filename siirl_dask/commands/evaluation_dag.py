@@ -86,16 +86,17 @@ def answering_of(
     if named:
         return _playing(config, environments_role(config), "environments")
     if run is None or spec is None:
-        scored = (
-            RunReward(resolve(config.rewards.function))
-            if run is None or own_reward
-            else run.scoring()
-        )
+        scored = RunReward(_own_reward(config)) if run is None or own_reward else run.scoring()
         return _scored(config, scored)
     if spec["run"] is run_agents:
         return _living(run, config, spec)
     name = world or spec["options"]["world"]
     return _playing(config, _recorded_role(run, config, name), name)
+
+
+def _own_reward(config: Config) -> Callable[..., Any]:
+    """Return the function of ``rewards``, with its options."""
+    return bind(resolve(config.rewards.function), config.rewards.options, "rewards.options")
 
 
 def evaluation_dag(config: Config, answering: Answering, data: Schema) -> DAG:

@@ -76,9 +76,9 @@ def describe_run(
     checked = planned.checked
     workers = planned.workers
     placed = planned.placed
-    check_observation(config, phases[Phase.TRAIN][0])
+    backends = check_observation(config, phases[Phase.TRAIN][0], is_plan=True)
     check_writable(config.run.url, write=False)
-    notes = redacted(planned.notes)
+    notes = redacted([*planned.notes, *backends])
     warnings: list[str] = []
     if named is None and hosts is None:  # else the plan is for another machine
         warnings = redacted(checked.warnings)
@@ -174,7 +174,7 @@ def plan_checked(
     workers = worker_names(config)
     placed = None if hosts is None else place_workers(workers, hosts)
     phases = plan_phases(config, dag, validation, workers, placed, assume_columns=True)
-    checked = check(config, phases, refuse_devices=False)
+    checked = check(config, phases, is_plan=True)
     notes = [*starts.notes, *_assumed(config), *checked.notes]
     if expected is not None:
         notes.append(expected.note)

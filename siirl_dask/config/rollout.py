@@ -384,6 +384,8 @@ class RewardsConfig:
     function: str = "siirl_dask.rewards:exact_match"
     """Reward function, as ``module:function``, called as ``reward(prompt=, response=, answer=)``
     for each row."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the function by name, such as ``{pattern: ...}`` of ``matches_format``."""
     processes: int = 0
     """Processes on each worker that call the function; 0: the worker itself calls it."""
     timeout: float | None = None

@@ -104,6 +104,13 @@ class RemoteModel:
         )
 
 
+_NOT_REACHED = "the hub cannot be reached"
+
+
+class UnreachableModelError(ConfigError):
+    """The hub does not answer, so that nobody knows whether the model is there."""
+
+
 @dataclass(frozen=True, slots=True)
 class HubName:
     """A folder of a repository of the hub."""
@@ -168,7 +175,10 @@ def reached(url: str, file: str = "") -> Iterator[None]:
         raise ConfigError(f"{subject}: {error}") from error
     except Exception as error:  # drivers of remote storage raise what they like
         if url.startswith(HUB):
-            raise ConfigError(f"{subject}: {_why_not_from_hub(error)}") from error
+            reason = _why_not_from_hub(error)
+            if reason == _OFFLINE or reason.startswith(_NOT_REACHED):
+                raise UnreachableModelError(f"{subject}: {reason}") from error
+            raise ConfigError(f"{subject}: {reason}") from error
         if isinstance(error, (FileNotFoundError, NotADirectoryError)):
             raise ConfigError(
                 f"{subject} is not there: {error}{'' if file else _nearest(url)}"
@@ -194,7 +204,7 @@ def _why_not_from_hub(error: Exception) -> str:
             return "its repository has no such folder"
         case errors.HFValidationError():
             return str(error)
-    return f"the hub cannot be reached: {type(error).__name__}: {error}"
+    return f"{_NOT_REACHED}: {type(error).__name__}: {error}"
 
 
 def _listed(url: str) -> list[RemoteFile]:

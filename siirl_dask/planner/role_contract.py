@@ -41,6 +41,9 @@ class RoleCost:
     """Sentences for readers of a plan."""
     reads: tuple[str, ...] = ()
     """Folders, local or by URL, that each worker of the role must be able to read."""
+    columns: frozenset[str] = frozenset()
+    """Columns that the option ``columns`` of the role's nodes must name: those that its function
+    has an argument for, and no default."""
 
 
 Preflight = Callable[[Mapping[str, Any], Sequence[str], Any], RoleCost]

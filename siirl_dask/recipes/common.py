@@ -41,7 +41,9 @@ Function = Callable[..., Any]
 
 def roles(config: Config, reward: Function | None = None) -> tuple[Role, ...]:
     """Return the engine, the scorer and the policy. ``reward`` replaces ``rewards.function``."""
-    reward = resolve(config.rewards.function) if reward is None else reward
+    if reward is None:
+        function = resolve(config.rewards.function)
+        reward = bind(function, config.rewards.options, "rewards.options")
     model = config.model
     rollout = config.rollout
     return (

@@ -15,6 +15,7 @@ from siirl_dask.rewards.text_answers import (
     multiple_choice,
     weighted_sum,
 )
+from siirl_dask.rewards.trl_functions import from_trl
 
 __all__ = [
     "RewardFn",
@@ -25,6 +26,7 @@ __all__ = [
     "code_execution",
     "dapo_math",
     "exact_match",
+    "from_trl",
     "gsm8k",
     "matches_format",
     "math_answer",

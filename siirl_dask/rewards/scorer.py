@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import Parameter
 from numbers import Real
 from typing import Any
 
@@ -19,6 +20,7 @@ from siirl_dask.rewards.child_process import Outcome
 from siirl_dask.rewards.event_loop import LoopCalls
 from siirl_dask.rewards.process_pool import Pool, PoolCalls, Row, call_reward
 from siirl_dask.rewards.text_answers import reads_prompt_text
+from siirl_dask.rewards.trl_functions import check_trl_functions, from_trl
 
 RewardFn = Callable[..., Any]
 """``(prompt, response, answer, **extra) -> float | dict[str, float]``, sync or async; ``extra``
@@ -26,6 +28,7 @@ holds the columns that the node adds. The key ``reward`` of a dict trains; its o
 logged and saved beside it.
 """
 REWARD_KEY = "reward"
+_ALWAYS_PASSED = ("prompt", "response", "answer")
 _LARGEST = 3.4028234663852886e38  # the largest float32
 _METRIC_NAMES = {"mean", "std", "failures", "greedy", "overlong_penalty"}
 
@@ -203,8 +206,43 @@ def _is_number(value: object) -> bool:
 
 
 def check_scorer(options: Mapping[str, Any], workers: Sequence[str], config: object) -> RoleCost:
-    """The preflight of ``build_scorer``: a reward function takes no memory that is known."""
-    return RoleCost(memory=0)
+    """The preflight of ``build_scorer``: a reward function takes no memory that is known, and the
+    columns that it has no default for. ConfigError for one that is not called as a reward is.
+    """
+    return RoleCost(memory=0, columns=_needed_columns(options["reward"]))
+
+
+def _needed_columns(reward: RewardFn) -> frozenset[str]:
+    """Return the columns that a reward needs besides those that each gets."""
+    function = reward.func if isinstance(reward, partial) else reward
+    if function is from_trl:
+        return check_trl_functions(reward.keywords if isinstance(reward, partial) else {})
+    try:
+        parameters = inspect.signature(reward).parameters
+    except (TypeError, ValueError):  # a callable that does not say what it takes
+        return frozenset()
+    name = getattr(function, "__qualname__", repr(function))
+    if {"prompts", "completions"} <= parameters.keys():
+        raise ConfigError(
+            f"rewards.function: {name}(prompts, completions, ...) is a reward of TRL's, and a "
+            "reward is called as reward(prompt=, response=, answer=, **columns) here: give "
+            "rewards.function=siirl_dask.rewards:from_trl with "
+            "rewards.options={functions: [module:function]}, and it is called as TRL does"
+        )
+    kinds = {one.kind for one in parameters.values()}
+    by_name = {
+        key: one
+        for key, one in parameters.items()
+        if one.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    }
+    lacking = [one for one in _ALWAYS_PASSED if one not in by_name]
+    if lacking and Parameter.VAR_KEYWORD not in kinds:
+        raise ConfigError(
+            f"rewards.function: {name} does not take {', '.join(lacking)}: it is called as "
+            "reward(prompt=, response=, answer=, **columns)"
+        )
+    required = {key for key, one in by_name.items() if one.default is Parameter.empty}
+    return frozenset(required - {*_ALWAYS_PASSED, "prompt_text"})
 
 
 def works_beside(options: Mapping[str, Any]) -> bool:

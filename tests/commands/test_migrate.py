@@ -4,6 +4,7 @@ nothing goes missing.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -488,16 +489,21 @@ def test_variables_of_a_script_are_replaced_and_those_it_does_not_set_are_asked_
                   "actor_rollout_ref.model.path=$MODEL/x \\\n"
                   " trainer.nnodes=$NODES trainer.project_name=$(date +%s)\n")  # fmt: skip
     monkeypatch.setenv("MODEL", "/models")
-    config, done = config_of(path)
+    done = migrate([path], ROWS)
+    assert "$MODEL is not set in the script" in done.report
+    assert "add the variable as NAME=value" in done.fates["trainer.nnodes"].lost
+    assert "what `$(date +%s)` prints is not known" in done.report
+    assert "TO DECIDE: cluster.workers: trainer.nnodes is $NODES" in done.report
+    assert re.search(r"workers: \?\?\?  # TO DECIDE", done.text), "never verl's own default"
+    assert re.search(r"project: \?\?\?  # TO DECIDE", done.text)
+    given = ["NODES=3", "trainer.project_name=mine"]
+    config, _ = config_of(path, *given)
     assert (config.data.batch_size, config.algorithm.minibatches, config.model.path) == (
         14,
         2,
         "/models/x",
     )
-    assert "$MODEL is not set in the script" in done.report
-    assert "add the variable as NAME=value" in done.fates["trainer.nnodes"].lost
-    assert "what this command prints is not known" in done.report
-    config, _ = config_of(path, "A=5", "NODES=3", "actor_rollout_ref.rollout.n=4")
+    config, _ = config_of(path, "A=5", *given, "actor_rollout_ref.rollout.n=4")
     assert (config.data.batch_size, config.cluster.workers, config.rollout.n) == (10, 24, 4)
 
 

@@ -118,6 +118,19 @@ def test_columns_within_one_struct_are_assumed_together(capsys, digits):
     assert "did you mean 'answer'?" in misread
 
 
+def test_what_only_a_run_needs_is_a_note_of_a_plan(capsys, digits, monkeypatch):
+    """A configuration of ``migrate`` is planned where neither the model nor wandb is."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("siirl_dask.observe.backends._is_installed", lambda package: False)
+    options = [*digits, "model.path=hf://org/nowhere", "observe.backends=[wandb]"]
+    said = planned(capsys, *options)
+    assert "note: observe.backends names wandb, and its package is not installed here" in said
+    assert "its memory is not counted, and a run needs it" in said
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", KL, *options])
+    assert "observe.backends names wandb" in capsys.readouterr().err
+
+
 def test_storage_that_cannot_be_reached_is_named(capsys, digits, monkeypatch):
     def fail(url):
         raise RuntimeError("no credentials")

@@ -48,10 +48,24 @@ def test_every_key_is_named_with_its_default():
 
 
 @pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL))
-def test_the_yaml_makes_a_dag(block):
+def test_the_yaml_makes_a_dag(block, tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "def right(prompts, completions, **columns):\n    return [1.0]\nformat = right\n"
+    )
+    monkeypatch.chdir(tmp_path)
     spec = yaml.safe_load(block.replace("${rewards}", "{processes: 0}"))
-    nodes = spec.get("nodes") or [
-        {"name": "reward", "run": "siirl_dask.nodes:score", "role": "reward"}
-    ]
+    if "rewards" in spec:
+        # as the shipped DAGs build it
+        reward = {"run": spec["rewards"]["function"], "with": spec["rewards"]["options"]}
+        arguments = {"rewards": {"processes": 0}, "reward": reward}
+        scorer = {"build": "siirl_dask.rewards:build_scorer", "with": arguments}
+        changes = spec.get("nodes", {}).get("reward", {})
+        spec = {
+            "roles": {"reward": scorer},
+            "nodes": [
+                {"name": "reward", "run": "siirl_dask.nodes:score", "role": "reward", **changes}
+            ],
+        }
+    nodes = spec["nodes"]
     dag = dag_from_spec(spec["roles"], [{**node, "after": []} for node in nodes])
     assert "reward" in dag.nodes[0].contract.writes.names

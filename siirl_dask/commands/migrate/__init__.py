@@ -1,4 +1,4 @@
-"""``siirl-dask migrate``: turns a verl or siiRL configuration, command line or shell script into one of ours.
+"""``siirl-dask migrate``: turns a configuration, command line or script of verl, siiRL or TRL into one of ours.
 
 Every option that was given ends in one of three lists: it became keys of ours, it asks for what is so anyway, or it
 has no counterpart, with the reason. None is dropped silently. Defaults of theirs that change results and differ from
@@ -15,14 +15,27 @@ from pathlib import Path
 from typing import Any
 
 from siirl_dask.commands.migrate.draft import Draft, Fate
-from siirl_dask.commands.migrate.given import read_given
+from siirl_dask.commands.migrate.given import Given, read_given
 from siirl_dask.commands.migrate.option import Use
 from siirl_dask.commands.migrate.render import as_yaml, report
 from siirl_dask.commands.migrate.rules import apply_rules
-from siirl_dask.commands.migrate.table import TABLE, option_of
+from siirl_dask.commands.migrate.table import option_of, options_of
+from siirl_dask.commands.migrate.trl.command import is_trl, read_trl
+from siirl_dask.commands.migrate.trl.rules import apply_trl_rules
+from siirl_dask.commands.migrate.ways import mark_followers, merged
 from siirl_dask.errors import ConfigError, did_you_mean
 
 __all__ = ["Migration", "add_migrate", "migrate", "show_migration"]
+
+_PROBES = (1, 2, 4099)
+"""Numbers that stand in for one that is not known, to see what follows from it: small ones and a
+large one that divides nothing."""
+
+_HAS_NONE = {
+    "TRL": "TRL has no",
+    "verl": "neither verl nor siiRL has",
+    "siiRL": "neither verl nor siiRL has",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,36 +59,54 @@ def migrate(words: Sequence[str], rows: int | None = None) -> Migration:
         raise ConfigError(
             f"--rows {rows}: expected the number of rows of data.train_files, at least 1"
         )
-    given = read_given(words)
-    draft = Draft(given)
-    apply_rules(draft, rows)
+    ways = [read_trl(words)] if is_trl(words) else read_given(words)
+    draft = merged([_drafted(given, rows) for given in ways])
+    return Migration(as_yaml(draft), report(draft), draft.fates, draft.defaulted)
+
+
+def _drafted(given: Given, rows: int | None) -> Draft:
+    """Return the draft of one way of what was given."""
+    draft = _filled(Draft(given), rows)
+    for name in draft.open_options():
+        for number in _PROBES:
+            probed = Draft(given, probed=name, probed_number=number)
+            mark_followers(draft, _filled(probed, rows), name)
+    return draft
+
+
+def _filled(draft: Draft, rows: int | None) -> Draft:
+    """Return a draft with what the rules make of its options, and the fate of each."""
+    given = draft.given
+    if given.system == "TRL":
+        apply_trl_rules(draft, rows)
+    else:
+        apply_rules(draft, rows)
     for name, value in given.values.items():
         if name not in draft.fates:
             draft.fates[name] = _fate(name, value, draft)
     draft.fates = {name: draft.fates[name] for name in given.values if name in draft.fates}
-    return Migration(as_yaml(draft), report(draft), draft.fates, draft.defaulted)
+    return draft
 
 
 def _fate(name: str, value: Any, draft: Draft) -> Fate:
     """Return the fate of an option that no rule has read."""
-    option = option_of(name)
+    system = draft.given.system
+    option = option_of(name, system)
     if value is None or value is False or value in ("", [], {}, -1):
         return Fate(note="nothing is asked for")
     if option is None:
         known = [
-            known
-            for part in TABLE.values()
-            for option in part
-            for known in option.names
-            if "*" not in known
+            known for option in options_of(system) for known in option.names if "*" not in known
         ]
         return Fate(
-            lost=f"neither verl nor siiRL has such an option, as far as is known{did_you_mean(name, known)}"
+            lost=f"{_HAS_NONE[system]} such an option, as far as is known{did_you_mean(name, known)}"
         )
     if option.use is Use.NONE:
         return Fate(lost=option.note)
     if option.use is Use.ALWAYS:
         return Fate(note=option.note)
+    if system == "TRL":
+        return Fate(note="not read with the options given")
     return Fate(
         note=f"not read with {draft.text('algorithm.adv_estimator', 'gae')} and the options given"
     )
@@ -87,7 +118,8 @@ def add_migrate(command: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="FILE | -- key=value ...",
-        help="a YAML file or a shell script of verl or siiRL, then options that change it, or NAME=value for variables "
+        help="a YAML file or a shell script of verl or siiRL, or one of TRL's GRPOTrainer, then options "
+        "that change it, or NAME=value for variables "
         "of the script; or a command line after --",
     )
     command.add_argument(

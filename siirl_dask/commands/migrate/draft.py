@@ -4,11 +4,14 @@ each option given.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from siirl_dask.commands.migrate.given import Given
+
+_ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,11 @@ class DraftEntry:
 
     value: Any
     comment: str
+    to_decide: str = ""
+    """Why the file has no value: the ones that there may be, or what is not known. "" where it
+    has. ``value`` stands in for rules that read it."""
+    sources: tuple[str, ...] = ()
+    """Options given that it comes from."""
 
 
 @dataclass(slots=True)
@@ -48,6 +56,11 @@ class Draft:
     open_questions: list[str] = field(default_factory=list)
     """Values that a person must decide, such as a number of steps that no dataset was there to
     tell."""
+    probed: str = ""
+    """An option whose number or flag is not known, and which is another than the default here:
+    what differs from a draft without this follows from it."""
+    probed_number: float = 1
+    """The number that it has."""
 
     def has(self, *names: str) -> bool:
         """Whether any of these options was given."""
@@ -67,6 +80,8 @@ class Draft:
         and named.
         """
         value = self.value(name, default)
+        if name == self.probed and self.reason_open(name):
+            return self.probed_number
         try:
             number = float(value)
         except (TypeError, ValueError):
@@ -86,13 +101,45 @@ class Draft:
         return list(value) if isinstance(value, (list, tuple)) else [value]
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return an option's true or false."""
+        """Return an option's true or false; the default where it is not known."""
+        if self.reason_open(name):
+            return default != (name == self.probed)
         return str(self.value(name, default)).lower() in ("true", "1", "yes")
+
+    def reason_open(self, name: str) -> str:
+        """Return what is not known in the value of an option that was given; "" for nothing."""
+        if name in self.given.unread:
+            source = self.given.unread[name]
+            if self.given.system == "TRL":
+                return f"`{source}`, which the script alone does not tell"
+            return f"what `{source}` prints"
+        variables = _ENVIRONMENT.findall(str(self.given.values.get(name, "")))
+        unknown = [f"${variable}" for variable in variables if variable != "HOME"]
+        return f"{' and '.join(unknown)}, which the environment has" if unknown else ""
+
+    def open_options(self) -> list[str]:
+        """Return the options given whose values are not known."""
+        return [name for name in self.given.values if self.has(name) and self.reason_open(name)]
+
+    def whole(self, name: str, default: int) -> int:
+        """Return an option's whole number of at least 1; another one is lost, and 1 stands in."""
+        number = int(self.number(name, default))
+        if number >= 1:
+            return number
+        self.lose(name, f"{self.text(name)}: expected at least 1")
+        question = f"{name}={self.text(name)}: expected at least 1; 1 stands in"
+        if question not in self.open_questions:
+            self.open_questions.append(question)
+        return 1
 
     def set(self, key: str, value: Any, *sources: str, note: str = "") -> None:
         """Set our key, and say which options it comes from: of ``sources`` those given, or the
         default of the first.
         """
+        self.set_from(key, value, sources, note)
+
+    def set_from(self, key: str, value: Any, sources: Sequence[str], note: str = "") -> None:
+        """Set our key as ``set`` does."""
         given = [name for name in sources if self.has(name)]
         for name in given:
             self.became(name, key)
@@ -101,7 +148,27 @@ class Draft:
         else:
             origin = f"{self.given.system}'s default" + (f" of {sources[0]}" if sources else "")
             self.defaulted[key] = sources[0] if sources else ""
-        self.entries[key] = DraftEntry(value, f"{origin}; {note}" if note else origin)
+        reasons = [
+            f"{name} is {self.reason_open(name)}"
+            for name in given
+            # a text keeps its variables, which the configuration reads from the environment
+            if name in self.given.unread
+            or (self.reason_open(name) and not _ENVIRONMENT.search(str(value)))
+        ]
+        to_decide = "; ".join(reasons)
+        if to_decide:
+            self.open_questions.append(f"{key}: {to_decide}: write the value")
+        self.entries[key] = DraftEntry(
+            value, f"{origin}; {note}" if note else origin, to_decide, tuple(given)
+        )
+
+    def leave_open(self, key: str, reason: str) -> None:
+        """Leave our key without a value, for ``reason``, unless it has one that is open already."""
+        entry = self.entries.get(key)
+        if entry is not None and entry.to_decide:
+            return
+        self.entries[key] = DraftEntry(None if entry is None else entry.value, "", reason)
+        self.open_questions.append(f"{key}: {reason}")
 
     def became(self, name: str, *keys: str) -> None:
         """Say that an option became keys, or parts of the DAG, of ours."""

@@ -1,16 +1,16 @@
 """Reads what was given: a verl or siiRL configuration, a command line, or a shell script that
-has one.
+has one, in each of the ways that the script may go.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from siirl_dask.commands.migrate.shell import ShellCall, read_script
+from siirl_dask.commands.migrate.shell import ShellCall, ShellOption, read_script
 from siirl_dask.config.file import foreign_value, foreign_values
 from siirl_dask.config.file.layers import GROUPS
 from siirl_dask.errors import ConfigError, did_you_mean
@@ -45,32 +45,45 @@ class Given:
     """File or command line, for the heading of what comes of it."""
     notes: Sequence[str] = field(default_factory=tuple)
     """Remarks on the reading, such as a variable that the script does not set."""
+    lines: Mapping[str, int] = field(default_factory=dict)
+    """Lines of the script where options got their values."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Parts of options' values that are not known: mostly commands, whose output they take."""
+    assumed: str = ""
+    """Assumption where a script does not tell: ``DEVICE=gpu``."""
+    questions: Sequence[str] = field(default_factory=tuple)
+    """Sentences on what decides between the ways of a script."""
 
 
-def read_given(words: Sequence[str]) -> Given:
+def read_given(words: Sequence[str]) -> list[Given]:
     """Read a file, changed by the ``key=value`` after it, or a command line alone. ConfigError for
     anything else.
 
-    ``NAME=value``, without a dot, is a variable of the shell script.
+    Of a script, each way that it may go is one. ``NAME=value``, without a dot, is a variable of
+    the shell script.
     """
     if not words:
         raise ConfigError(f"nothing is given: {_EXPECTED}")
     variables = dict(word.split("=", 1) for word in words if _is_variable(word))
     if "=" in words[0] or words[0].startswith("python"):
-        call = ShellCall([word for word in words if not _is_variable(word)], module=_module(words))
-        return _from_call(call, "the command line")
+        options = [ShellOption(word, 0) for word in words if not _is_variable(word)]
+        return [_from_call(ShellCall(options, _module(words)), [], "the command line")]
     path = Path(words[0])
     more = [word for word in words[1:] if not _is_variable(word)]
     text = _read(path)
     if path.suffix in (".yaml", ".yml"):
-        return _from_yaml(text, path, more)
-    call = read_script(text, str(path), variables)
-    return _from_call(ShellCall([*call.words, *more], call.module, call.notes), str(path))
+        return [_from_yaml(text, path, more)]
+    script = read_script(text, str(path), variables)
+    return [
+        replace(_from_call(way, more, str(path)), questions=script.questions) for way in script.ways
+    ]
 
 
 def _is_variable(word: str) -> bool:
     """Whether a word sets a variable of a shell script: its name has no dot, and is no group's."""
-    return bool(_VARIABLE.fullmatch(word)) and word.partition("=")[0] not in _PARTS
+    if _VARIABLE.fullmatch(word) is None:
+        return False
+    return word.partition("=")[0] not in _PARTS
 
 
 def _read(path: Path) -> str:
@@ -102,13 +115,35 @@ def _from_yaml(text: str, path: Path, more: Sequence[str]) -> Given:
     return Given(_system(values, ""), values, str(path))
 
 
-def _from_call(call: ShellCall, origin: str) -> Given:
+def _from_call(call: ShellCall, more: Sequence[str], origin: str) -> Given:
     values: dict[str, Any] = {}
-    notes = [*call.notes, *_override(values, call.words)]
+    lines: dict[str, int] = {}
+    unread: dict[str, str] = {}
+    notes = list(call.notes)
+    for option in [*call.options, *(ShellOption(word, 0) for word in more)]:
+        notes += _override(values, [option.text])
+        name = option.text.partition("=")[0].lstrip("+")
+        for changed in [one for one in values if one == name or one.startswith(f"{name}.")]:
+            lines[changed] = option.line
+            unread.pop(changed, None)
+            if option.unread:
+                unread[changed] = option.unread
     if not any(name.partition(".")[0] in _PARTS for name in values):
         hint = "".join(did_you_mean(name.partition(".")[0], _PARTS) for name in [*values][:1])
         raise ConfigError(f"{origin}: no option of verl or siiRL{hint}: {_EXPECTED}")
-    return Given(_system(values, call.module), values, origin, notes)
+    notes += [
+        f"{name}={values[name]}: what `{source}` prints is not known; write the value"
+        for name, source in unread.items()
+    ]
+    return Given(
+        _system(values, call.module),
+        values,
+        origin,
+        notes,
+        lines=lines,
+        unread=unread,
+        assumed=call.assumed,
+    )
 
 
 def _override(values: dict[str, Any], words: Sequence[str]) -> list[str]:

@@ -31,6 +31,14 @@ class Option:
         """Whether an option is called so, or begins so."""
         return any(fnmatchcase(name, known) for known in self.names)
 
+    def counterpart(self) -> str:
+        """Return our keys as the page shows them, or that there are none."""
+        if self.use is Use.NONE:
+            return "**none**"
+        if not self.ours:
+            return "always so"
+        return ", ".join(f"`{key}`" for key in self.ours.split(", "))
+
 
 def rule(names: str, ours: str, note: str = "") -> Option:
     """Return the row of options that become ``ours``; names are separated by spaces."""

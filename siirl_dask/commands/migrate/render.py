@@ -14,6 +14,9 @@ _PLAIN = re.compile(
     r"(?!(?:true|false|null|yes|no|on|off|none|y|n)$)[A-Za-z_/][\w./-]*", re.IGNORECASE
 )
 
+MISSING = "???"
+"""A value that is still to be written: `plan` and `run` name it and stop."""
+
 
 def as_yaml(draft: Draft) -> str:
     """Return the configuration, with the options that each value comes from, and those that have
@@ -59,7 +62,9 @@ def _lines(tree: Mapping[str, Any], depth: int) -> Iterator[str]:
             yield f"{'  ' * depth}{name}:"
             yield from _lines(entry, depth + 1)
         else:
-            yield f"{'  ' * depth}{name}: {scalar(entry.value)}  # {entry.comment}"
+            value = MISSING if entry.to_decide else scalar(entry.value)
+            comment = f"TO DECIDE: {entry.to_decide}" if entry.to_decide else entry.comment
+            yield f"{'  ' * depth}{name}: {value}  # {comment}"
 
 
 def scalar(value: Any) -> str:

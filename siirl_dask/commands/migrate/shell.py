@@ -1,191 +1,267 @@
-"""Reads the call of a trainer out of a shell script, with the variables that the script sets.
+"""Reads the call of a trainer out of a shell script, in every way that the script may go.
 
-Assignments, ``export``, arrays, ``${X:-default}``, ``$((1024 * 2))``, quotes and continued lines
-are read; the script is never run. A variable that the script does not set stays, as
-``${oc.env:X}``, which our configurations read as well.
+The script is never run. Where a condition turns on what the script alone does not tell, such as
+an environment variable or what a command prints, both ways are followed, and each has its call.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from siirl_dask.commands.migrate.arithmetic import calculate
+from siirl_dask.commands.migrate.bash.parser import parser
+from siirl_dask.commands.migrate.bash.values import Assumptions, Decision, Symbol, Text, Word, known
 from siirl_dask.errors import ConfigError
 
+if TYPE_CHECKING:
+    from siirl_dask.commands.migrate.bash.flow import CollectedCommand
+
 _MODULE = re.compile(r"((verl|siirl|recipe)[\w.]*|[\w./-]*/(main_\w+)\.py)")
-_ASSIGNMENT = re.compile(
-    r"^\s*(?:export\s+|local\s+|readonly\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)(\+?)="
-)
-_END = (";", "|", "&", ">", "<", ")", "&&", "||", "2>&1")
-_REFERENCE = re.compile(
-    r"\\?\$(\(\((?P<sum>.*?)\)\)|\{(?P<braced>(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}|(?P<name>[A-Za-z_]\w*)|"
-    r"(?P<call>\([^)]*\))|[@*#\d])"
-)
+_MOST_WAYS = 64
+_DATE = re.compile(r"\$\(\s*date\b[^)]*\)|`\s*date\b[^`]*`")
+_SEVERAL = re.compile(r"\s[+~]*[a-z]\w*(\.\w+)+=")
+
+
+@dataclass(frozen=True, slots=True)
+class ShellOption:
+    """One word after the module of a call."""
+
+    text: str
+    """The word, with ``${oc.env:X}`` for a variable that the script does not set."""
+    line: int
+    unread: str = ""
+    """Part of it that is not known, as the script writes it: a command, mostly."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShellCall:
-    """Words of a trainer's command line, variables replaced."""
+    """A trainer's command line, in one of the ways that its script may go."""
 
-    words: list[str]
+    options: list[ShellOption]
     module: str = ""
     """Python module that is called, such as ``verl.trainer.main_ppo``."""
     notes: list[str] = field(default_factory=list)
+    assumed: str = ""
+    """Assumption where the script does not tell: ``DEVICE=gpu``; "" where it tells all."""
 
 
-def read_script(text: str, name: str, variables: Mapping[str, str]) -> ShellCall:
+@dataclass(frozen=True, slots=True)
+class Script:
+    """All ways that a script may go."""
+
+    ways: list[ShellCall]
+    """At least one; those with the same options are one."""
+    questions: list[str]
+    """Sentences on what decides between the ways."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    assumptions: Assumptions
+    call: CollectedCommand
+    start: int
+    notes: list[str]
+
+    @property
+    def words(self) -> list[Word]:
+        """Words after the module."""
+        return [*self.call.words[self.start + 1 :]]
+
+
+def read_script(text: str, name: str, variables: Mapping[str, str]) -> Script:
     """Return the one call of verl or siiRL in a script; ``variables`` override what it sets.
     ConfigError if there is none, or several.
     """
-    known: dict[str, str] = dict(variables)
-    arrays: dict[str, list[str]] = {}
-    calls: list[tuple[int, list[str]]] = []
-    for line, command in _commands(text):
-        match = _ASSIGNMENT.match(command)
-        if match and command[match.end() :].lstrip().startswith("("):
-            inside = command[match.end() :].strip()[1:].rsplit(")", 1)[0]
-            found = _words(inside, known)
-            arrays[match[1]] = [*(arrays.get(match[1], []) if match[2] else []), *found]
-            calls += [(line, found)] if _starts(found) is not None else []
-        elif match and len(assigned := _words(command[match.end() :], known, ends=True)) <= 1:
-            if match[1] not in variables:
-                known[match[1]] = (known.get(match[1], "") if match[2] else "") + "".join(assigned)
-        elif _MODULE.search(command):
-            found = [
-                one
-                for word in _words(command, known, ends=True)
-                for one in arrays.get(_array(word), [word])
-            ]
-            calls += [(line, found)] if _starts(found) is not None else []
-    return _only(calls, name)
+    try:
+        ways = _explored(text, name, variables)
+        calls = [_call(way) for way in ways]
+    except ConfigError as error:
+        message = str(error)
+        raise ConfigError(message if message.startswith(name) else f"{name}: {message}") from error
+    different: list[ShellCall] = []
+    seen: set[tuple[tuple[str, str], ...]] = set()
+    for call in calls:
+        key = tuple((option.text, option.unread) for option in call.options)
+        if key not in seen:
+            seen.add(key)
+            different.append(call)
+    questions = _questions(ways, calls) if len(different) > 1 else []
+    return Script(different, questions)
 
 
-def _only(calls: list[tuple[int, list[str]]], name: str) -> ShellCall:
-    if not calls:
+def _explored(text: str, name: str, variables: Mapping[str, str]) -> list[_Way]:
+    """Follow the script in every way in which it reaches its call."""
+    parse = parser()
+    # tree_sitter, which only a script needs
+    from siirl_dask.commands.migrate.bash.evaluation import Evaluation
+
+    prefixes: list[list[bool]] = [[]]
+    ways: list[_Way] = []
+    followed = 0
+    decisions: list[Decision] = []
+    while prefixes:
+        prefix = prefixes.pop()
+        followed += 1
+        assumptions = Assumptions(prefix)
+        evaluation = Evaluation(parse, variables, assumptions)
+        evaluation.run_script(text.encode())
+        answers = [decision.answer for decision in assumptions.decisions]
+        for place in range(len(answers) - 1, len(prefix) - 1, -1):
+            prefixes.append([*answers[:place], not answers[place]])
+        decisions += assumptions.decisions
+        if followed + len(prefixes) > _MOST_WAYS:
+            lines = sorted({decision.line for decision in decisions})
+            raise ConfigError(
+                f"{name}: the conditions in the lines {', '.join(map(str, lines))} turn on what "
+                f"the script does not tell, in more than {_MOST_WAYS} ways: give "
+                f"{_wanted(decisions)}"
+            )
+        started = [
+            (call, start) for call in evaluation.calls if (start := _starts(call)) is not None
+        ]
+        if len(started) > 1:
+            lines = sorted({call.line for call, _ in started})
+            raise ConfigError(
+                f"{name}: calls in the lines {', '.join(map(str, lines))}: expected one; give one "
+                "of them after --"
+            )
+        for call, start in started:
+            ways.append(_Way(assumptions, call, start, evaluation.notes))
+    if not ways:
         raise ConfigError(
             f"{name}: no call of verl or siiRL in it: expected `python -m verl.trainer.main_ppo "
             "key=value ...` or `python -m siirl.main_dag key=value ...`, or a YAML file (.yaml)"
         )
-    if len(calls) > 1:
-        lines = ", ".join(str(line) for line, _ in calls)
-        raise ConfigError(
-            f"{name}: calls in the lines {lines}: expected one; give one of them after --"
-        )
-    (_, words) = calls[0]
-    start = _starts(words)
-    assert start is not None
-    options = [word for word in words[start + 1 :] if word]
-    unset = sorted({name for word in options for name in re.findall(r"\$\{oc\.env:(\w+)\}", word)})
-    notes = [
-        f"${variable} is not set in the script: the environment must have it" for variable in unset
-    ]
-    unread = [word for word in options if word.startswith("$(") or "=$(" in word]
-    notes += [f"{word}: what this command prints is not known; write the value" for word in unread]
-    return ShellCall([word for word in options if word not in unread], words[start], notes)
+    return ways
 
 
-def _starts(words: list[str]) -> int | None:
+def _wanted(decisions: list[Decision]) -> str:
+    """Return what to give so that decisions are known."""
+    names = [one.symbol.variable for one in decisions if one.symbol is not None]
+    unique = [name for name in dict.fromkeys(names) if name]
+    if not unique:
+        return "the options themselves after --"
+    return f"{', '.join(f'{name}=value' for name in unique)} after the file"
+
+
+def _starts(call: CollectedCommand) -> int | None:
     """Return the place of the module in the words of a call; None where they are none."""
+    words = [known(word.text) for word in call.words]
     for place, word in enumerate(words):
-        if _MODULE.fullmatch(word) and (
-            place and (words[place - 1] == "-m" or word.endswith(".py"))
-        ):
+        if word is None or not place or not _MODULE.fullmatch(word):
+            continue
+        if words[place - 1] == "-m" or word.endswith(".py"):
             return place
     return None
 
 
-def _array(word: str) -> str:
-    match = re.fullmatch(r"\$\{oc\.env:(\w+)\[@\]\}", word)
-    return match[1] if match else ""
-
-
-def _commands(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the commands of a script with their lines: continued lines and open parentheses of
-    arrays are one.
-    """
-    held = ""
-    first = 0
-    depth = 0
-    for number, raw in enumerate(text.splitlines(), 1):
-        line = re.sub(r"(^|\s)#.*$", "", raw).rstrip()
-        first = first if held else number
-        if (
-            depth == 0
-            and (match := _ASSIGNMENT.match(line))
-            and line[match.end() :].lstrip().startswith("(")
-        ):
-            depth = 1
-        joined = line.endswith("\\")
-        held += line.removesuffix("\\") + ("\n" if depth else " ")
-        if depth and re.search(r"\)\s*$", line) and not re.search(r"\$\(+[^()]*\)+\s*$", line):
-            depth = 0
-        if not joined and not depth and not _open_quote(held):
-            yield first, held.strip()
-            held = ""
-    if held.strip():
-        yield first, held.strip()
-
-
-def _open_quote(text: str) -> bool:
-    quote = ""
-    for before, letter in zip(" " + text, text, strict=False):
-        if letter in "'\"" and before != "\\" and quote in ("", letter):
-            quote = "" if quote else letter
-    return bool(quote)
-
-
-def _words(text: str, known: Mapping[str, str], *, ends: bool = False) -> list[str]:
-    """Return the words of a command, quotes taken off and variables replaced; with ``ends`` up
-    to a ``;`` or a pipe.
-    """
-    words: list[str] = []
-    word = None
-    quote = ""
-    place = 0
-    while place < len(text):
-        letter = text[place]
-        reference = None if quote == "'" else _REFERENCE.match(text, place)
-        if reference:
-            word = (word or "") + _value(reference, known)
-            place = reference.end()
+def _call(way: _Way) -> ShellCall:
+    """Return a call's options, and what is to be said of them."""
+    notes = list(dict.fromkeys(way.notes))
+    options: list[ShellOption] = []
+    unset: set[str] = set()
+    for word in way.words:
+        option, dated = _option(way.assumptions.resolved(word.text), word.line)
+        if not option.text and not option.unread:
             continue
-        if quote and letter == quote:
-            quote = ""
-        elif quote:
-            word = (word or "") + letter
-        elif letter in "'\"":
-            quote = letter
-            if word is None:
-                word = ""
-        elif letter == "\\" and place + 1 < len(text):
-            place += 1
-            word = (word or "") + text[place].strip()
-        elif letter.isspace() or (ends and letter in ";|&<>"):
-            words += [] if word is None else [word]
-            word = None
-            if not letter.isspace():
-                return words
+        if _SEVERAL.search(option.text):
+            raise ConfigError(
+                f"line {option.line}: {option.text[:100]!r} is one word with several options in "
+                "it: take the quotes off, or give each its own"
+            )
+        if dated:
+            notes.append(f"{option.text.partition('=')[0]}: the time in {dated} is left out")
+        unset.update(re.findall(r"\$\{oc\.env:(\w+)\}", option.text))
+        options.append(option)
+    unset.discard("HOME")
+    notes += [
+        f"${one} is not set in the script: the environment must have it" for one in sorted(unset)
+    ]
+    module = known(way.call.words[way.start].text)
+    subjects = dict.fromkeys(decision.subject for decision in way.assumptions.decisions)
+    labels = [way.assumptions.label(subject) for subject in subjects]
+    return ShellCall(options, str(module), notes, ", ".join(labels))
+
+
+def _option(text: Text, line: int) -> tuple[ShellOption, str]:
+    """Return one word as an option, and the command in it whose time was left out, if any."""
+    made: list[str] = []
+    dated = ""
+    unread: list[str] = []
+    for piece in text:
+        if isinstance(piece, str):
+            made.append(piece.lstrip("_-") if dated and made and not made[-1] else piece)
+        elif piece.environment:
+            made.append(f"${{oc.env:{piece.environment}}}")
+        elif _DATE.fullmatch(piece.source) and _has_other_text(text):
+            dated = piece.source
+            made[-1:] = [made[-1].rstrip("_-")] if made else []
         else:
-            word = (word or "") + letter
-        place += 1
-    return words if word is None else [*words, word]
+            unread.append(piece.source)
+            made.append(piece.source)
+    return ShellOption("".join(made), line, " ".join(unread)), dated
 
 
-def _value(reference: re.Match[str], known: Mapping[str, str]) -> str:
-    """Return what a reference stands for; ``${oc.env:X}`` for a variable that nobody set."""
-    if (formula := reference["sum"]) is not None:
-        return calculate(formula, known) or f"$(({formula}))"
-    if reference["call"]:
-        return f"${reference['call']}"
-    if (name := reference["name"]) is not None:
-        return known.get(name, f"${{oc.env:{name}}}")
-    if (braced := reference["braced"]) is None:
-        return ""  # $@ and its like: arguments of the script, of which there are none
-    name, _, default = re.sub(r":([-=])", r"\1", braced, count=1).partition("-")
-    name, _, assigned = name.partition("=")
-    fallback = default or assigned
-    if known.get(name):
-        return known[name]
-    return "".join(_words(fallback, known)) if fallback else f"${{oc.env:{name}}}"
+def _has_other_text(text: Text) -> bool:
+    """Return whether the value of an option is more than the times in it."""
+    rest = "".join(piece if isinstance(piece, str) else "" for piece in text)
+    others = [
+        piece for piece in text if isinstance(piece, Symbol) and not _DATE.match(piece.source)
+    ]
+    return bool(others) if others else bool(rest.partition("=")[2].strip("_-/"))
+
+
+def _questions(ways: list[_Way], calls: list[ShellCall]) -> list[str]:
+    """Return a sentence on each subject on which the options turn."""
+    subjects: dict[str, Decision] = {}
+    for way in ways:
+        for decision in way.assumptions.decisions:
+            subjects.setdefault(decision.subject, decision)
+    relevant = [subject for subject in subjects if _matters(subject, ways, calls)]
+    sentences = []
+    for subject in relevant if relevant else subjects:
+        decision = subjects[subject]
+        lines = {
+            one.line for way in ways for one in way.assumptions.decisions if one.subject == subject
+        }
+        where = ", ".join(map(str, sorted(lines)))
+        choices = [way.assumptions.label(subject) for way in ways]
+        known_choices = " or ".join(dict.fromkeys(choice for choice in choices if choice))
+        symbol = decision.symbol
+        if symbol is None:
+            sentences.append(
+                f"`{subject}` (line {where}) is not known here, and options turn on it: take the "
+                "values of the way that it goes"
+            )
+        elif symbol.environment:
+            sentences.append(
+                f"{symbol.variable} is not set in the script, and options turn on it (line "
+                f"{where}): {known_choices}; give {symbol.variable}=value after the file"
+            )
+        else:
+            name = symbol.variable if symbol.variable else symbol.source
+            told = f"; give {name}=value after the file" if symbol.variable else ""
+            sentences.append(
+                f"{name} (line {symbol.line}) is what `{symbol.source}` prints, and options turn "
+                f"on it (line {where}): {known_choices}{told}"
+            )
+    return sentences
+
+
+def _matters(subject: str, ways: list[_Way], calls: list[ShellCall]) -> bool:
+    """Return whether two ways that differ in this subject alone have different options."""
+    others: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for way, call in zip(ways, calls, strict=True):
+        labels = {
+            one.subject: way.assumptions.label(one.subject)
+            for one in way.assumptions.decisions
+            if one.subject != subject
+        }
+        key = tuple(sorted(labels.values()))
+        others.setdefault(key, set()).add(tuple(option.text for option in call.options))
+    return any(len(found) > 1 for found in others.values())
+
+
+__all__ = ["Script", "ShellCall", "ShellOption", "read_script"]

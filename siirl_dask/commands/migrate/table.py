@@ -7,10 +7,11 @@ versions) and of siiRL 0.2.
 
 from __future__ import annotations
 
-from siirl_dask.commands.migrate.option import Option, Use
+from siirl_dask.commands.migrate.option import Option
 from siirl_dask.commands.migrate.options_data import ALGORITHM, DATA, REWARD
 from siirl_dask.commands.migrate.options_model import ACTOR, CRITIC, MEGATRON, MODEL, optimizer
 from siirl_dask.commands.migrate.options_run import REST, ROLLOUT, TRAINER
+from siirl_dask.commands.migrate.trl.options import TRL
 
 TABLE: dict[str, tuple[Option, ...]] = {
     "Data": DATA,
@@ -25,11 +26,16 @@ TABLE: dict[str, tuple[Option, ...]] = {
 """All options in the order of the page, by part; of several that match a name, the first counts."""
 
 
-def option_of(name: str) -> Option | None:
-    """Return the row of an option. None for a name that neither system has in any group."""
-    return next(
-        (option for part in TABLE.values() for option in part if option.matches(name)), None
-    )
+def options_of(system: str) -> list[Option]:
+    """Return the rows of a system's options: of ``TRL``, or of ``verl`` and ``siiRL``."""
+    if system == "TRL":
+        return [*TRL]
+    return [option for part in TABLE.values() for option in part]
+
+
+def option_of(name: str, system: str = "verl") -> Option | None:
+    """Return the row of an option. None for a name that the system has in no group."""
+    return next((option for option in options_of(system) if option.matches(name)), None)
 
 
 def markdown() -> str:
@@ -37,7 +43,7 @@ def markdown() -> str:
     texts = []
     for part, options in TABLE.items():
         rows = [
-            f"| {_names(option)} | {_counterpart(option)} | {option.note} |" for option in options
+            f"| {_names(option)} | {option.counterpart()} | {option.note} |" for option in options
         ]
         texts.append(
             "\n".join(
@@ -55,9 +61,3 @@ def markdown() -> str:
 
 def _names(option: Option) -> str:
     return ", ".join(f"`{name}`" for name in option.names)
-
-
-def _counterpart(option: Option) -> str:
-    if option.use is Use.NONE:
-        return "**none**"
-    return ", ".join(f"`{key}`" for key in option.ours.split(", ")) if option.ours else "always so"

@@ -14,7 +14,11 @@ def batch_size(draft: Draft) -> int:
     """Return the prompts of a step. Less than one is lost, and the step has one."""
     name = "data.train_batch_size"
     if (size := int(draft.number(name, 1024))) < 1:
-        draft.lose(name, f"{draft.text(name)} is no number of prompts: expected at least 1")
+        reason = f"{draft.text(name)} is no number of prompts: expected at least 1"
+        draft.lose(name, reason)
+        question = f"data.batch_size: {name}={reason}; 1 stands in"
+        if question not in draft.open_questions:
+            draft.open_questions.append(question)
         return 1
     return size
 
@@ -201,8 +205,12 @@ def _set_optimizer(draft: Draft, ours: str, theirs: str) -> None:
             f"{theirs}.min_lr_ratio",
         )
     elif draft.has(f"{theirs}.min_lr"):
-        least = draft.number(f"{theirs}.min_lr", 0.0) / draft.entries[f"{ours}.lr"].value
-        draft.set(f"{ours}.min_lr_ratio", least, f"{theirs}.min_lr")
+        rate = draft.entries[f"{ours}.lr"].value
+        if rate > 0:
+            least = draft.number(f"{theirs}.min_lr", 0.0) / rate
+            draft.set(f"{ours}.min_lr_ratio", least, f"{theirs}.min_lr")
+        else:
+            draft.lose(f"{theirs}.min_lr", f"it is a part of the rate, and {theirs}.lr is {rate:g}")
     _set_kind(draft, ours, f"{theirs}.optimizer")
 
 

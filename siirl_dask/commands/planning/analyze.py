@@ -76,7 +76,7 @@ def analyze_run(url: str, form: str, timing: TimingOptions, *, trust: bool = Fal
     plan, source = phases[Phase.TRAIN]
     memory: Sequence[WorkerMemory] = ()
     try:
-        memory = check(config, phases, refuse_devices=False).memory
+        memory = check(config, phases, is_plan=True).memory
     except UserError as error:  # this machine may lack what the run's had
         notes.append(f"memory is not estimated: {error}")
     records = [

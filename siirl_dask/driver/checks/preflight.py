@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 
 from siirl_storage import StorageError
 
@@ -29,8 +30,9 @@ from siirl_dask.driver.estimates.memory import WorkerMemory, check_memory, memor
 from siirl_dask.driver.estimates.memory_shortage import MemoryShortage, find_shortage
 from siirl_dask.driver.phases import Phases, exists
 from siirl_dask.errors import ConfigError, DataError, PlanError, UserError, did_you_mean
+from siirl_dask.models.remote import UnreachableModelError
 from siirl_dask.nodes.prompts import check_expected_lengths
-from siirl_dask.observe.backends import check_backends
+from siirl_dask.observe.backends import check_backends, missing_backends
 from siirl_dask.planner import DAG, Footprint, Node, Plan, Role, RoleCost
 from siirl_dask.planner.contract import bare, options_of
 from siirl_dask.planner.explain.tables import short_name, worker_ranges
@@ -64,13 +66,13 @@ class Checked:
         return [f"{self.shortage.text}; {self.shortage.cure}"]
 
 
-def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Checked:
+def check(config: Config, phases: Phases, *, is_plan: bool = False) -> Checked:
     """Raise ConfigError, DataError or PlanError for a run that cannot work, as far as is known
     before it starts.
 
-    Datasets and models that are absent are not looked into. Without ``refuse_devices`` a run passes
-    whose roles do not fit on accelerators of ``cluster.device_memory``, for a reader who is shown
-    what to change.
+    Datasets and models that are absent are not looked into. With ``is_plan``, for a reader who is
+    shown what to change, a run passes whose roles do not fit on accelerators of
+    ``cluster.device_memory``, and one whose models' stores cannot be reached from here.
     """
     refuse_older()
     plan, _ = next(iter(phases.values()))
@@ -86,13 +88,15 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
         _check_lone_samples(phase_plan.dag)
     check_weight_sync(config, plan)
     _check_expected_lengths(config, phases)
-    costs = {role.name: _check_role(role, plan, config) for role in plan.dag.roles}
+    costs = {role.name: _check_role(role, plan, config, is_plan) for role in plan.dag.roles}
     _check_requirements(plan.dag, costs)
+    for phase_plan, _ in phases.values():
+        _check_columns(phase_plan.dag, costs)
     _check_together(plan, costs)
     _check_processes(plan, costs)
     footprints = footprints_of(costs)
     accelerator = device_memory(config)
-    if refuse_devices:
+    if not is_plan:
         check_devices(accelerator, cards_of(plan, footprints))
     memory = memory_of(config, phases, costs, accelerators=accelerator is not None)
     check_memory(config, memory)
@@ -175,7 +179,7 @@ def _samples(dag: DAG, node: Node) -> int | None:
     return samples
 
 
-def _check_role(role: Role, plan: Plan, config: Config) -> RoleCost:
+def _check_role(role: Role, plan: Plan, config: Config, is_plan: bool) -> RoleCost:
     """Run the role's own preflight; its errors name the role."""
     preflight = preflight_of(role.build)
     if preflight is None:
@@ -186,6 +190,10 @@ def _check_role(role: Role, plan: Plan, config: Config) -> RoleCost:
         return RoleCost(notes=(note,))
     try:
         return preflight(options_of(role.build), plan.placement[role.name], config)
+    except UnreachableModelError as error:
+        if not is_plan:
+            raise ConfigError(f"role {role.name!r}: {error}") from error
+        return RoleCost(notes=(f"{error}; its memory is not counted, and a run needs it",))
     except UserError as error:
         raise type(error)(f"role {role.name!r}: {error}") from error
 
@@ -211,6 +219,25 @@ def _check_requirements(dag: DAG, costs: Mapping[str, RoleCost]) -> None:
                 f"node {node.name!r} runs {short_name(node.fn)}, which needs a role with "
                 f"{', '.join(missing)}, and "
                 f"role {node.role!r} has none: give its trainer {options}, or leave the node out"
+            )
+
+
+def _check_columns(dag: DAG, costs: Mapping[str, RoleCost]) -> None:
+    """Raise PlanError for a node that does not pass the function of its role a column that this
+    has no default for.
+    """
+    for node in dag.nodes:
+        if "columns" not in signature(bare(node.fn)).parameters or node.role not in costs:
+            continue
+        passed = node.options.get("columns", ())
+        missing = sorted(costs[node.role].columns - set(passed))
+        if missing:
+            wanted = ", ".join([*passed, *missing])
+            raise PlanError(
+                f"node {node.name!r}: the function of role {node.role!r} needs "
+                f"{', '.join(missing)}, and the node passes it the columns {[*passed]}: give it "
+                f"the dataset's as nodes: {{{node.name}: {{with: {{columns: [{wanted}]}}}}}}, or "
+                "the argument a default"
             )
 
 
@@ -274,15 +301,18 @@ def _notes(plan: Plan, costs: Mapping[str, RoleCost]) -> list[str]:
     return notes
 
 
-def check_observation(config: Config, plan: Plan) -> None:
+def check_observation(config: Config, plan: Plan, *, is_plan: bool = False) -> list[str]:
     """Raise ConfigError for backends of metrics that are not installed, and for an unusable
-    ``profile``.
+    ``profile``. With ``is_plan`` return a sentence on each such backend instead: a run may start
+    elsewhere.
 
     ``plan`` is the one that the run begins with. It is not part of ``check``: a run that has lost
     workers goes on without their profiles, and an evaluation has neither.
     """
-    check_backends(config.observe.backends)
     _check_profile(config, plan)
+    if not is_plan:
+        check_backends(config.observe.backends)
+    return missing_backends(config.observe.backends)
 
 
 def _check_profile(config: Config, plan: Plan) -> None:

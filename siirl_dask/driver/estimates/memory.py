@@ -24,6 +24,7 @@ from siirl_dask.config import Config, Dtype, ModelConfig, WeightSync, parse_byte
 from siirl_dask.coordinator.source import Dataset, Source, open_source
 from siirl_dask.driver.phases import Phases, exists
 from siirl_dask.errors import PlanError
+from siirl_dask.models.remote import UnreachableModelError
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters
 from siirl_dask.planner import Node, Phase, Plan, RoleCost, TableSizes, TableUsage, usage
@@ -295,17 +296,21 @@ def _published(
 ) -> tuple[ModelSize, int] | None:
     """Return the size of the weights that a node publishes, and the bytes of each number.
 
-    None for a node that publishes none, and for a model that is not on this machine.
+    None for a node that publishes none, and for a model that is not on this machine or whose store
+    cannot be reached, which ``check`` has said.
     """
     if PARAMETER_DATA not in node.contract.writes.names:
         return None
     options = options_of(plan.dag.role(node.role).build)
     model: ModelConfig = options.get("model", config.model)
     lora = node.options.get("lora")
-    if lora is not None and lora.rank:
-        size = count_adapters(model.path, options.get("trainer", config.trainer))
-        itemsize = Dtype.float32.itemsize
-    else:
-        size = count(model.path)
-        itemsize = model.dtype.itemsize
+    itemsize = model.dtype.itemsize
+    try:
+        if lora is not None and lora.rank:
+            size = count_adapters(model.path, options.get("trainer", config.trainer))
+            itemsize = Dtype.float32.itemsize
+        else:
+            size = count(model.path)
+    except UnreachableModelError:
+        return None
     return None if size is None else (size, itemsize)

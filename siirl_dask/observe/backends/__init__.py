@@ -31,7 +31,14 @@ from siirl_dask.observe.backends.wandb_run import WandbBackend
 from siirl_dask.observe.metrics import Record
 from siirl_dask.observe.summary import Status
 
-__all__ = ["TrackedRun", "Tracker", "TrackerBackend", "check_backends", "tracked_id"]
+__all__ = [
+    "TrackedRun",
+    "Tracker",
+    "TrackerBackend",
+    "check_backends",
+    "missing_backends",
+    "tracked_id",
+]
 
 _FILE = "tracking.json"
 _MAKERS: dict[MetricsBackend, Callable[[], TrackerBackend]] = {
@@ -85,12 +92,18 @@ class Tracker:
 
 def check_backends(names: Sequence[MetricsBackend]) -> None:
     """Raise ConfigError, with the cure, for a backend whose package is not installed."""
-    for name in names:
-        if name is not MetricsBackend.parquet and not _is_installed(name):
-            raise ConfigError(
-                f"observe.backends names {name}, and its package is not installed here: pip "
-                f"install 'siirl_dask[{name}]', or leave it out of observe.backends"
-            )
+    for message in missing_backends(names):
+        raise ConfigError(message)
+
+
+def missing_backends(names: Sequence[MetricsBackend]) -> list[str]:
+    """Return a sentence, with the cure, on each backend whose package is not installed."""
+    return [
+        f"observe.backends names {name}, and its package is not installed here: pip install "
+        f"'siirl_dask[{name}]', or leave it out of observe.backends"
+        for name in names
+        if name is not MetricsBackend.parquet and not _is_installed(name)
+    ]
 
 
 def _is_installed(package: str) -> bool:

@@ -1,0 +1,448 @@
+"""Follows a script's commands under certain assumptions, and collects the calls that it makes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from tree_sitter import Node
+
+from siirl_dask.commands.migrate.bash.conditions import arithmetic_command, case_matches, test
+from siirl_dask.commands.migrate.bash.expansion import Expander
+from siirl_dask.commands.migrate.bash.flow import (
+    BreakSignal,
+    CollectedCommand,
+    ContinueSignal,
+    ExitSignal,
+    ReturnSignal,
+)
+from siirl_dask.commands.migrate.bash.quoting import split_at, split_source
+from siirl_dask.commands.migrate.bash.tree import (
+    branches,
+    line_of,
+    text_between,
+    text_of,
+    text_without,
+    value_after,
+)
+from siirl_dask.commands.migrate.bash.values import (
+    Assumptions,
+    State,
+    Symbol,
+    Text,
+    Variable,
+    Word,
+    joined,
+    known,
+    lone_symbol,
+    shown,
+)
+from siirl_dask.errors import ConfigError
+
+_MOST_ROUNDS = 1000
+_MOST_COMMANDS = 100_000
+_DEEPEST = 50
+_SUCCEED = (
+    "cat", "cd", "chmod", "cp", "date", "echo", "export", "head", "kill", "ls", "mkdir", "mv", "pip", "pip3",
+    "popd", "printf", "pushd", "ray", "rm", "set", "shopt", "sleep", "tail", "tee", "touch", "trap", "ulimit",
+    "umask", "wait",
+)  # fmt: skip
+"""Commands that are taken to succeed; of any other one it is asked where it matters."""
+_REDIRECTS = ("file_redirect", "herestring_redirect", "heredoc_redirect")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+
+
+class Evaluation:
+    """Runs a parsed script, but starts nothing: commands are only collected."""
+
+    def __init__(
+        self,
+        parse: Callable[[bytes], Node],
+        given: Mapping[str, str],
+        assumptions: Assumptions,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        self._parse = parse
+        self.state = State(frozenset(given), assumptions)
+        for name, value in given.items():
+            self.state.variables[name] = Variable((Word(joined([value]), 0),))
+        self.state.positional = tuple(Word(joined([one]), 0) for one in arguments)
+        self.calls: list[CollectedCommand] = []
+        self.notes: list[str] = []
+        self._functions: dict[str, Node] = {}
+        self._locals: list[dict[str, Variable | None]] = []
+        self._commands = 0
+
+    def run_script(self, text: bytes) -> None:
+        """Run a whole script. ConfigError for one that does not end."""
+        try:
+            self._all(self._parse(text))
+        except (ExitSignal, ReturnSignal, BreakSignal, ContinueSignal):
+            return
+        except RecursionError as error:
+            raise ConfigError("the script nests commands too deeply to be read") from error
+
+    def _all(self, node: Node) -> bool | None:
+        status: bool | None = True
+        for child in node.named_children:
+            if child.type != "comment":
+                status = self._run(child)
+        return status
+
+    def _run(self, node: Node) -> bool | None:
+        """Run a command and return whether it succeeds; None where that is not known."""
+        self._commands += 1
+        if self._commands > _MOST_COMMANDS:
+            raise ConfigError(f"the script runs more than {_MOST_COMMANDS} commands")
+        match node.type:
+            case "variable_assignment":
+                return self._assign(node)
+            case "command":
+                return self._command(node)
+            case "declaration_command":
+                return self._declare(node)
+            case "if_statement":
+                return self._if(node)
+            case "case_statement":
+                return self._case(node)
+            case "for_statement":
+                return self._for(node)
+            case "while_statement":
+                return self._while(node)
+            case "test_command":
+                return self._test(node)
+            case "list":
+                return self._list(node)
+            case "negated_command":
+                status = self._run(node.named_children[-1])
+                return None if status is None else not status
+            case "redirected_statement":
+                body = node.child_by_field_name("body")
+                return True if body is None else self._run(body)
+            case "pipeline" | "subshell":
+                return self._apart(node)
+            case "compound_statement" if node.children and node.children[0].type == "((":
+                return arithmetic_command(self.state, text_of(node)[2:-2], line_of(node))
+            case "function_definition":
+                return self._define(node)
+            case "unset_command":
+                for token in split_source(text_of(node))[1:]:
+                    for word in self._expander(node).words(token):
+                        self.state.remove(str(known(word.text)))
+                return True
+            case "c_style_for_statement":
+                self.notes.append(f"line {line_of(node)}: the loop `for ((...))` is not followed")
+                return True
+            case "ERROR":
+                first = " ".join(text_of(node).split())[:60]
+                self.notes.append(f"line {line_of(node)}: `{first}` is not read as bash")
+                return True
+        return self._all(node)
+
+    def _expander(self, node: Node) -> Expander:
+        return Expander(self.state, line_of(node))
+
+    def _holds(self, node: Node) -> bool:
+        """Run a condition and return whether it holds; assumed where that is not known."""
+        status = self._run(node)
+        if status is None:
+            return self.state.assumptions.holds(text_of(node), line_of(node))
+        return status
+
+    def _assign(self, node: Node) -> bool | None:
+        target = node.child_by_field_name("name")
+        value = node.child_by_field_name("value")
+        assert target is not None
+        line = line_of(node)
+        if target.type == "subscript":
+            name = text_of(target).partition("[")[0]
+            unread = Symbol(f"${{{name}[@]}}", line, variable=name)
+            self.state.assign(name, Variable((Word((unread,), line),), is_array=True))
+            return True
+        name = text_of(target)
+        appends = any(child.type == "+=" for child in node.children)
+        before = self.state.variables.get(name) if appends else None
+        if value is not None and value.type == "array":
+            inside = text_without(value, ("comment",)).strip()[1:-1]
+            words = [
+                word for token in split_source(inside) for word in self._expander(node).words(token)
+            ]
+            if before is not None:
+                words = [*before.words, *words]
+            self.state.assign(name, Variable(tuple(words), is_array=True))
+            return True
+        self._set_text(name, value_after(node, target, appends), line, appends=appends)
+        return True
+
+    def _set_text(self, name: str, source: str, line: int, *, appends: bool) -> None:
+        text = Expander(self.state, line).text(source)
+        before = self.state.variables.get(name) if appends else None
+        if before is not None and before.words:
+            text = joined([*before.words[0].text, *text])
+        self.state.assign(name, Variable((Word(text, line),)))
+
+    def _declare(self, node: Node) -> bool:
+        makes_local = node.children[0].type in ("local", "declare", "typeset")
+        is_local = makes_local if self._locals else False
+        for child in node.named_children:
+            target = child.child_by_field_name("name")
+            name = text_of(child) if target is None else text_of(target)
+            if child.type not in ("variable_assignment", "variable_name"):
+                continue
+            if is_local and name not in self._locals[-1]:
+                self._locals[-1][name] = self.state.variables.get(name)
+            if child.type == "variable_assignment":
+                self._assign(child)
+            elif is_local:
+                self.state.remove(name)
+        return True
+
+    def _if(self, node: Node) -> bool | None:
+        for conditions, body in branches(node):
+            for condition in conditions[:-1]:
+                self._run(condition)
+            if not conditions or self._holds(conditions[-1]):
+                return self._each(body)
+        return True
+
+    def _each(self, nodes: Sequence[Node]) -> bool | None:
+        status: bool | None = True
+        for node in nodes:
+            status = self._run(node)
+        return status
+
+    def _case(self, node: Node) -> bool | None:
+        value = node.child_by_field_name("value")
+        assert value is not None
+        word = next(child for child in node.children if child.type == "in")
+        text = self._expander(node).text(text_between(node, value, word).strip())
+        falls_through = False
+        status: bool | None = True
+        for item in node.named_children:
+            if item.type != "case_item":
+                continue
+            closing = next(child for child in item.children if child.type == ")")
+            written = text_between(item, item, closing).strip().removeprefix("(")
+            patterns = [pattern.strip() for pattern in split_at(written, "|")]
+            if not falls_through and not any(
+                case_matches(self.state, text, pattern, line_of(item)) for pattern in patterns
+            ):
+                continue
+            body = [one for one in item.named_children if one.start_byte > closing.start_byte]
+            status = self._each([child for child in body if child.type != "comment"])
+            end = item.children[-1].type
+            falls_through = end == ";&"
+            if end not in (";&", ";;&"):
+                return status
+        return status
+
+    def _for(self, node: Node) -> bool | None:
+        variable = node.child_by_field_name("variable")
+        body = node.child_by_field_name("body")
+        assert variable is not None
+        assert body is not None
+        values = node.children_by_field_name("value")
+        tokens = split_source(text_between(node, values[0], body).rstrip("; \n")) if values else []
+        if "in" not in {child.type for child in node.children}:
+            tokens = ['"$@"']
+        words = [word for token in tokens for word in self._expander(node).words(token)]
+        for word in words[:_MOST_ROUNDS]:
+            text = self.state.assumptions.resolved(word.text)
+            # what a command prints may be no word at all
+            symbol = lone_symbol(text)
+            is_printed = False if symbol is None else not symbol.environment
+            if is_printed and not self.state.assumptions.holds(
+                f"for: {shown(text)}", line_of(node)
+            ):
+                continue
+            self.state.assign(text_of(variable), Variable((word,)))
+            try:
+                self._run(body)
+            except BreakSignal:
+                break
+            except ContinueSignal:
+                continue
+        return True
+
+    def _while(self, node: Node) -> bool | None:
+        conditions = [child for child in node.children_by_field_name("condition") if child.is_named]
+        body = node.child_by_field_name("body")
+        assert body is not None
+        is_until = node.children[0].type == "until"
+        for _ in range(_MOST_ROUNDS):
+            asked = len(self.state.assumptions.decisions)
+            self._each(conditions[:-1])
+            status = self._run(conditions[-1])
+            if status is None or len(self.state.assumptions.decisions) > asked:
+                line = line_of(node)
+                self.notes.append(
+                    f"line {line}: how often the loop runs is not known; not at all is assumed"
+                )
+                return True
+            if status == is_until:
+                return True
+            try:
+                self._run(body)
+            except BreakSignal:
+                return True
+            except ContinueSignal:
+                continue
+        raise ConfigError(f"line {line_of(node)}: a loop of more than {_MOST_ROUNDS} rounds")
+
+    def _test(self, node: Node) -> bool:
+        source = text_of(node)
+        line = line_of(node)
+        if source.startswith("[["):
+            return test(self.state, source[2:-2], splits=False, line=line)
+        return test(self.state, source[1:-1], splits=True, line=line)
+
+    def _list(self, node: Node) -> bool | None:
+        left = node.named_children[0]
+        right = node.named_children[-1]
+        is_and = any(child.type == "&&" for child in node.children)
+        status = self._run(left)
+        if status is None:
+            status = self.state.assumptions.holds(text_of(left), line_of(left))
+        return self._run(right) if status == is_and else status
+
+    def _apart(self, node: Node) -> bool | None:
+        """Run the parts of a pipeline or a subshell, whose variables are theirs alone."""
+        variables = dict(self.state.variables)
+        unset = set(self.state.unset)
+        status: bool | None = True
+        try:
+            for child in node.named_children:
+                if child.type != "comment":
+                    status = self._run(child)
+        except ExitSignal:
+            status = None
+        self.state.variables = variables
+        self.state.unset = unset
+        return status
+
+    def _define(self, node: Node) -> bool:
+        name = node.child_by_field_name("name")
+        body = node.child_by_field_name("body")
+        assert name is not None
+        assert body is not None
+        self._functions[text_of(name)] = body
+        return True
+
+    def _command(self, node: Node) -> bool | None:
+        tokens = split_source(text_without(node, (*_REDIRECTS, "comment")))
+        assignments: list[re.Match[str]] = []
+        while tokens and (match := _ASSIGNMENT.fullmatch(tokens[0])):
+            assignments.append(match)
+            tokens.pop(0)
+        expander = self._expander(node)
+        if not tokens:
+            # the parser takes the rest of some assignments for a command
+            for match in assignments:
+                self._set_text(match[1], match[3], line_of(node), appends=bool(match[2]))
+            return True
+        words = [word for token in tokens for word in expander.words(token)]
+        if not words:
+            return True
+        source = " ".join(tokens)
+        call = CollectedCommand(tuple(words), line_of(node))
+        name = known(words[0].text)
+        if (
+            name in ("command", "builtin", "exec")
+            and known(words[1].text if words[1:] else ()) != "-v"
+        ):
+            words = words[1:]
+            name = known(words[0].text) if words else None
+        arguments = words[1:]
+        if name in self._functions:
+            return self._function(str(name), arguments, line_of(node))
+        if name != "eval":
+            self.calls.append(call)
+        return self._builtin(str(name), arguments, node, source)
+
+    def _builtin(
+        self, name: str, arguments: Sequence[Word], node: Node, source: str
+    ) -> bool | None:
+        """Run what the shell itself does; return None for a program that may fail."""
+        texts = [known(self.state.assumptions.resolved(word.text)) for word in arguments]
+        line = line_of(node)
+        match name:
+            case "exit":
+                raise ExitSignal
+            case "return":
+                raise ReturnSignal
+            case "break":
+                raise BreakSignal
+            case "continue":
+                raise ContinueSignal
+            case "true" | ":":
+                return True
+            case "false":
+                return False
+            case "test" | "[":
+                inside = source.strip().removeprefix(name).strip()
+                inside = inside.removesuffix("]") if name == "[" else inside
+                return test(self.state, inside, splits=True, line=line)
+            case "let":
+                return arithmetic_command(self.state, " ".join(map(str, texts)), line)
+            case "shift":
+                first = str(texts[0]) if texts else ""
+                count = int(first) if first.isdigit() else 1
+                self.state.positional = self.state.positional[count:]
+                return True
+            case "set" if "--" in texts:
+                self.state.positional = tuple(arguments[texts.index("--") + 1 :])
+                return True
+            case "eval":
+                return self._evaluated([word.text for word in arguments], line)
+            case "source" | ".":
+                self.notes.append(f"line {line}: `{' '.join(source.split())[:80]}` is not followed")
+                return True
+            case "read" | "mapfile" | "readarray" | "getopts":
+                for text in texts:
+                    self._set_unknown(text, source, line)
+                return None if name == "getopts" else True
+            case "printf" if texts[:1] == ["-v"]:
+                self._set_unknown(texts[1], source, line)
+                return True
+        return True if name in _SUCCEED else None
+
+    def _evaluated(self, texts: Sequence[Text], line: int) -> bool | None:
+        """Run the text of an ``eval``, whose calls are of its own line."""
+        source = ""
+        for place, piece in enumerate(piece for text in texts for piece in (" ", *text)):
+            if isinstance(piece, str):
+                source += piece
+            else:
+                name = f"_unknown_{line}_{place}"
+                self.state.variables[name] = Variable((Word((piece,), line),))
+                source += f"${{{name}}}"
+        before = len(self.calls)
+        status = self._all(self._parse(source.encode()))
+        self.calls[before:] = [replace(call, line=line) for call in self.calls[before:]]
+        return status
+
+    def _set_unknown(self, name: str | None, source: str, line: int) -> None:
+        if name is not None and re.fullmatch(r"[A-Za-z_]\w*", name):
+            symbol = Symbol(" ".join(source.split()), line, variable=name)
+            self.state.assign(name, Variable((Word((symbol,), line),)))
+
+    def _function(self, name: str, arguments: Sequence[Word], line: int) -> bool | None:
+        if len(self._locals) >= _DEEPEST:
+            raise ConfigError(f"line {line}: functions call each other more than {_DEEPEST} deep")
+        outer = self.state.positional
+        self.state.positional = tuple(arguments)
+        self._locals.append({})
+        status: bool | None = None
+        try:
+            status = self._run(self._functions[name])
+        except ReturnSignal:
+            status = None
+        finally:
+            self.state.positional = outer
+            for variable, before in self._locals.pop().items():
+                if before is None:
+                    self.state.variables.pop(variable, None)
+                else:
+                    self.state.variables[variable] = before
+        return status

@@ -1,0 +1,404 @@
+"""Expands the words of a script as bash does: quotes, variables, arrays, defaults, splitting."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+
+from siirl_dask.commands.migrate.bash.arithmetic import UnknownNumber, calculate
+from siirl_dask.commands.migrate.bash.quoting import (
+    after_bracket,
+    after_piece,
+    after_quote,
+    after_single_quote,
+    split_at,
+)
+from siirl_dask.commands.migrate.bash.values import (
+    State,
+    Symbol,
+    Text,
+    Variable,
+    Word,
+    joined,
+    known,
+)
+from siirl_dask.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_PARAMETER = re.compile(
+    r"(?P<prefix>[#!]?)(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?"
+    r"(?P<operator>:?[-=+?]|##?|%%?|//?|\^\^?|,,?|:|@)?(?P<rest>.*)",
+    re.DOTALL,
+)
+_ESCAPED_IN_QUOTES = '$`"\\\n'
+_LONGEST = 2**20
+"""Characters of a value: a script that doubles a variable in a loop must end."""
+_DEEPEST = 20
+"""Steps from one variable to the next within a formula."""
+
+
+class _Fields:
+    """Collects the words that pieces of text make; where it splits, unquoted white space ends
+    one.
+    """
+
+    def __init__(self, line: int, *, splits: bool) -> None:
+        self.words: list[Word] = []
+        self._default_line = line
+        self._line = line
+        self._splits = splits
+        self._open: list[str | Symbol] | None = None
+        self.has_no_elements = False
+
+    def add(self, text: Text, *, quoted: bool, line: int | None = None) -> None:
+        """Add text to the word; quoted text is never split, and makes a word even if empty."""
+        if line is not None and text:
+            self._line = line
+        if quoted or not self._splits:
+            self._extend(text)
+            return
+        for piece in text:
+            runs = re.split(r"(\s+)", piece) if isinstance(piece, str) else [piece]
+            for run in runs:
+                if isinstance(run, str) and run.isspace():
+                    self.end()
+                elif run != "":
+                    self._extend((run,))
+
+    def _extend(self, text: Text) -> None:
+        if self._open is None:
+            self._open = []
+        self._open.extend(text)
+        size = sum(len(piece) for piece in self._open if isinstance(piece, str))
+        if size > _LONGEST:
+            raise ConfigError(
+                f"line {self._default_line}: a value of more than {_LONGEST} characters"
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a word has begun."""
+        return self._open is not None
+
+    def end(self) -> None:
+        """End the word, if one has begun."""
+        if self._open is not None:
+            self.words.append(Word(joined(self._open), self._line))
+        self._open = None
+        self._line = self._default_line
+
+
+class Expander:
+    """Expands text of one line of a script."""
+
+    def __init__(self, state: State, line: int) -> None:
+        self._state = state
+        self._line = line
+
+    def words(self, source: str) -> list[Word]:
+        """Return the words that one word of a command becomes: none, one or several."""
+        fields = _Fields(self._line, splits=True)
+        self._scan(source, fields, in_quotes=False)
+        fields.end()
+        return fields.words
+
+    def text(self, source: str) -> Text:
+        """Return the text that the right side of an assignment becomes: it is not split."""
+        fields = _Fields(self._line, splits=False)
+        self._scan(source, fields, in_quotes=False)
+        return self._one_text(fields)
+
+    def quoted(self, source: str) -> Text:
+        """Return text as if it stood in double quotes."""
+        fields = _Fields(self._line, splits=False)
+        self._scan(source, fields, in_quotes=True)
+        return self._one_text(fields)
+
+    def _one_text(self, fields: _Fields) -> Text:
+        """Return the words of fields as one text; there are several where an array is in it."""
+        fields.end()
+        pieces = [piece for word in fields.words for piece in (" ", *word.text)]
+        return self._resolved(joined(pieces[1:]))
+
+    def number(self, formula: str) -> int:
+        """Return the number of a formula. UnknownNumber where it has none."""
+        text = known(self.quoted(formula))
+        if text is None:
+            raise UnknownNumber("a value in it is not known")
+        return calculate(text, self._number_of)
+
+    def _number_of(self, name: str, depth: int = 0) -> int:
+        variable = self._state.variables.get(name)
+        if variable is None and name in self._state.unset:
+            return 0
+        if variable is None or not variable.words or depth > _DEEPEST:
+            raise UnknownNumber(f"{name} is not set")
+        text = known(self._resolved(variable.words[0].text))
+        if text is None:
+            raise UnknownNumber(f"{name} is not known")
+        return calculate(text, lambda other: self._number_of(other, depth + 1))
+
+    def _resolved(self, text: Text) -> Text:
+        return self._state.assumptions.resolved(text)
+
+    def _scan(self, source: str, fields: _Fields, *, in_quotes: bool) -> None:
+        """Add what ``source`` stands for to the fields."""
+        place = 0
+        if not in_quotes and re.match(r"~(/|$)", source) and not fields.is_open:
+            fields.add((self._environment("HOME"),), quoted=True)
+            place = 1
+        while place < len(source):
+            letter = source[place]
+            if letter == "$" or letter == "`":
+                place = self._reference(source, place, fields, quoted=in_quotes)
+            elif letter == "\\":
+                place = self._escape(source, place, fields, in_quotes=in_quotes)
+            elif letter == '"' and in_quotes:
+                place += 1
+            elif letter == '"':
+                end = after_quote(source, place)
+                self._in_quotes(source[place + 1 : end - 1], fields)
+                place = end
+            elif letter == "'" and not in_quotes:
+                end = after_single_quote(source, place)
+                fields.add(joined([source[place + 1 : end - 1]]), quoted=True)
+                place = end
+            else:
+                fields.add((letter,), quoted=True if in_quotes else not letter.isspace())
+                place += 1
+
+    def _in_quotes(self, inside: str, fields: _Fields) -> None:
+        fields.has_no_elements = False
+        self._scan(inside, fields, in_quotes=True)
+        # "${A[@]}" of an empty array is no word; any other string in quotes is one
+        if not fields.has_no_elements:
+            fields.add((), quoted=True)
+
+    def _escape(self, source: str, place: int, fields: _Fields, *, in_quotes: bool) -> int:
+        following = source[place + 1 : place + 2]
+        if following != "\n":
+            is_literal = following not in _ESCAPED_IN_QUOTES if in_quotes else False
+            fields.add(joined(["\\" + following if is_literal else following]), quoted=True)
+        return place + 2
+
+    def _reference(self, source: str, place: int, fields: _Fields, *, quoted: bool) -> int:
+        """Add what the reference at ``place`` stands for, and return the place after it."""
+        following = source[place + 1 : place + 2]
+        if source[place] == "`" or following == "(":
+            end = after_piece(source, place)
+            inside = source[place:end]
+            if inside.startswith("$((") and inside.endswith("))"):
+                fields.add(self._sum(inside), quoted=quoted)
+            else:
+                fields.add((Symbol(" ".join(inside.split()), self._line),), quoted=quoted)
+            return end
+        if following == "{":
+            end = after_bracket(source, place + 1)
+            self._parameter(source[place + 2 : end - 1], fields, quoted=quoted)
+            return end
+        if following == "'" and not quoted:
+            end = after_single_quote(source, place + 1)
+            text = source[place + 2 : end - 1]
+            for code, letter in (("\\n", "\n"), ("\\t", "\t"), ("\\\\", "\\")):
+                text = text.replace(code, letter)
+            fields.add(joined([text]), quoted=True)
+            return end
+        if following == '"' and not quoted:
+            return place + 1
+        name = _NAME.match(source, place + 1)
+        if name is not None:
+            self._parameter(name[0], fields, quoted=quoted)
+            return name.end()
+        if following and following in "@*#?$!-0123456789":
+            self._parameter(following, fields, quoted=quoted)
+            return place + 2
+        fields.add(("$",), quoted=True)
+        return place + 1
+
+    def _sum(self, source: str) -> Text:
+        try:
+            return (str(self.number(source[3:-2])),)
+        except UnknownNumber:
+            return (Symbol(source, self._line),)
+
+    def _environment(self, name: str) -> Symbol:
+        return Symbol(f"${name}", self._line, environment=name, variable=name)
+
+    def _values(self, name: str, index: str | None) -> tuple[Word, ...] | None:
+        """Return the words of a variable or of some of its elements; None where it is not set."""
+        if name in ("@", "*"):
+            return self._state.positional
+        if name == "#":
+            return (Word((str(len(self._state.positional)),), self._line),)
+        if name.isdigit() and name != "0":
+            place = int(name) - 1
+            return _present(self._state.positional[place : place + 1])
+        if not _NAME.fullmatch(name):
+            return (Word((Symbol(f"${name}", self._line),), self._line),)
+        variable = self._state.variables.get(name)
+        if variable is None or index in ("@", "*"):
+            return None if variable is None else variable.words
+        if not variable.is_array and index is None:
+            return variable.words
+        try:
+            place = 0 if index is None else self.number(index)
+        except UnknownNumber:
+            return (Word((Symbol(f"${{{name}[{index}]}}", self._line),), self._line),)
+        return _present(variable.words[place : place + 1])
+
+    def _parameter(self, body: str, fields: _Fields, *, quoted: bool) -> None:
+        """Add the value of ``${body}``."""
+        match = _PARAMETER.fullmatch(body)
+        if match is None:
+            fields.add((Symbol(f"${{{body}}}", self._line),), quoted=quoted)
+            return
+        name = match["name"]
+        index = match["index"]
+        operator = match["operator"] if match["operator"] else ""
+        words = self._values(name, index)
+        is_list = not {"@", "*"}.isdisjoint((name, index))
+        if match["prefix"] or (match["rest"] and not operator):
+            fields.add(self._special(body, match, words), quoted=quoted)
+            return
+        if operator.lstrip(":") in ("-", "=", "+", "?") and operator:
+            if self._is_missing(words, or_empty=operator.startswith(":")):
+                self._without(name, operator, match["rest"], fields, quoted=quoted)
+                return
+            if operator.endswith("+"):
+                self._scan(match["rest"], fields, in_quotes=quoted)
+                return
+            operator = ""
+        if words is None and not is_list and not operator and _NAME.fullmatch(name):
+            if name not in self._state.unset:
+                fields.add((self._environment(name),), quoted=quoted)
+            return
+        elements = [] if words is None else [*words]
+        if operator:
+            elements = [
+                Word(self._changed(word.text, body, operator, match["rest"]), word.line)
+                for word in elements
+            ]
+        if quoted and "*" in (name, index) and elements:
+            # "${A[*]}" is one word
+            spaced = [piece for word in elements for piece in (" ", *word.text)][1:]
+            elements = [Word(joined(spaced), elements[0].line)]
+        self._add_elements(elements, fields, quoted=quoted, is_list=is_list)
+
+    def _add_elements(
+        self, elements: list[Word], fields: _Fields, *, quoted: bool, is_list: bool
+    ) -> None:
+        if is_list and not elements and not fields.is_open:
+            fields.has_no_elements = True
+        for place, word in enumerate(elements):
+            if place:
+                fields.end()
+            fields.add(self._resolved(word.text), quoted=quoted, line=word.line)
+
+    def _is_missing(self, words: tuple[Word, ...] | None, *, or_empty: bool) -> bool:
+        if not words or not or_empty:
+            return not words
+        text = self._resolved(words[0].text)
+        if len(text) == 1 and isinstance(text[0], Symbol) and text[0].environment:
+            return self._state.assumptions.is_equal(text[0], "", self._line)
+        return not text
+
+    def _without(
+        self, name: str, operator: str, rest: str, fields: _Fields, *, quoted: bool
+    ) -> None:
+        """Add what stands in for a variable that is not set."""
+        match operator.lstrip(":"):
+            case "?":
+                fields.add((self._environment(name),), quoted=quoted)
+            case "-":
+                self._scan(rest, fields, in_quotes=quoted)
+            case "=":
+                text = self.quoted(rest) if quoted else self.text(rest)
+                self._state.assign(name, Variable((Word(text, self._line),)))
+                fields.add(text, quoted=quoted)
+
+    def _special(self, body: str, match: re.Match[str], words: tuple[Word, ...] | None) -> Text:
+        """Return a length, or the value of the variable that a variable names."""
+        unread = (Symbol(f"${{{body}}}", self._line),)
+        if match["operator"] or match["rest"] or words is None:
+            return unread
+        texts = [known(self._resolved(word.text)) for word in words]
+        if match["prefix"] == "#":
+            if match["index"] in ("@", "*") or match["name"] in ("@", "*"):
+                return (str(len(texts)),)
+            return unread if texts[0] is None else (str(len(texts[0])),)
+        if match["prefix"] == "!" and texts[0] is not None and _NAME.fullmatch(texts[0]):
+            return self.quoted("${" + texts[0] + "}")
+        return unread
+
+    def _changed(self, text: Text, body: str, operator: str, rest: str) -> Text:
+        """Return a value without a prefix or suffix, with a part replaced, or in another case."""
+        value = known(self._resolved(text))
+        parts = split_at(rest, "/") if operator.startswith("/") else [rest]
+        argument = known(self.text(parts[0]))
+        replacement = known(self.text("/".join(parts[1:])))
+        if value is None or argument is None or replacement is None:
+            return (Symbol(f"${{{body}}}", self._line),)
+        match operator:
+            case "#" | "##" | "%" | "%%":
+                return joined([_trimmed(value, operator, argument)])
+            case "/" | "//":
+                everywhere = operator == "//"
+                return joined([_replaced(value, argument, replacement, everywhere=everywhere)])
+            case "^^":
+                return joined([value.upper()])
+            case ",,":
+                return joined([value.lower()])
+            case "^":
+                return joined([value[:1].upper() + value[1:]])
+            case ",":
+                return joined([value[:1].lower() + value[1:]])
+            case ":":
+                return self._part(value, body, rest)
+        return (Symbol(f"${{{body}}}", self._line),)
+
+    def _part(self, value: str, body: str, rest: str) -> Text:
+        first, _, length = rest.partition(":")
+        try:
+            start = self.number(first)
+            part = value[start:]
+            if length:
+                count = self.number(length)
+                part = part[:count]
+        except UnknownNumber:
+            return (Symbol(f"${{{body}}}", self._line),)
+        return joined([part])
+
+
+def _present(words: tuple[Word, ...]) -> tuple[Word, ...] | None:
+    return words if words else None
+
+
+def _trimmed(value: str, operator: str, pattern: str) -> str:
+    """Return a value without the shortest or longest beginning or end that matches."""
+    places = range(len(value) + 1)
+    if operator.startswith("#"):
+        found = [place for place in places if fnmatchcase(value[:place], pattern)]
+        if not found:
+            return value
+        return value[max(found) if operator == "##" else min(found) :]
+    found = [place for place in places if fnmatchcase(value[place:], pattern)]
+    if not found:
+        return value
+    return value[: min(found) if operator == "%%" else max(found)]
+
+
+def _replaced(value: str, pattern: str, replacement: str, *, everywhere: bool) -> str:
+    made: list[str] = []
+    place = 0
+    while place < len(value):
+        ends = range(len(value), place, -1)
+        end = next((one for one in ends if fnmatchcase(value[place:one], pattern)), None)
+        if end is None:
+            made.append(value[place])
+            place += 1
+            continue
+        made.append(replacement)
+        place = end
+        if not everywhere:
+            break
+    return "".join(made) + value[place:]

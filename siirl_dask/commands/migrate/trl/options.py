@@ -1,0 +1,119 @@
+"""The table of TRL's options: names and defaults are those of TRL 1.16 (``GRPOConfig``,
+``GRPOTrainer``, ``ModelConfig`` and the arguments of ``trl grpo``).
+"""
+
+from __future__ import annotations
+
+from siirl_dask.commands.migrate.option import always, none, rule
+
+TRL = (
+    rule("model model_name_or_path", "model.path", "a name of the hub, org/name, becomes hf://org/name"),
+    rule("train_dataset dataset_name", "data.url", "a folder or a file; one of the hub is imported first"),
+    rule("eval_dataset", "validation.url"),
+    rule("reward_funcs reward_columns", "rewards.function, rewards.options", "from_trl calls them as TRL does, with a "
+         "row at a time"),
+    rule("reward_weights", "rewards.options", "weights"),
+    rule("num_processes", "cluster.workers", "of the launcher; 1 where it is not given"),
+    rule("per_device_train_batch_size generation_batch_size num_generations", "data.batch_size, rollout.n", "prompts "
+         "of a step: completions generated at a time / num_generations"),
+    rule("gradient_accumulation_steps steps_per_generation", "algorithm.minibatches", "steps_per_generation / "
+         "gradient_accumulation_steps"),
+    rule("num_iterations", "algorithm.epochs"),
+    rule("shuffle_dataset", "", "true is how it is: prompts come in another order in each epoch"),
+    rule("max_completion_length", "rollout.max_response_length", "512 by default there"),
+    rule("max_prompt_length vllm_max_model_length", "data.max_prompt_length", "TRL 1.16 has no limit of prompts"),
+    rule("temperature", "rollout.temperature"),
+    rule("top_p", "rollout.top_p"),
+    rule("top_k", "rollout.top_k"),
+    rule("min_p", "rollout.min_p"),
+    rule("chat_template_kwargs", "model.template"),
+    rule("learning_rate", "trainer.lr", "1e-6 by default there"),
+    rule("lr_scheduler_type", "trainer.schedule", "linear by default there, constant here"),
+    rule("warmup_steps warmup_ratio", "trainer.warmup_steps", "optimizer steps in both; below 1 a part of all; the "
+         "first has the rate 0 there, and lr / warmup_steps here"),
+    rule("weight_decay", "trainer.weight_decay"),
+    rule("adam_beta1 adam_beta2", "trainer.betas"),
+    rule("adam_epsilon", "trainer.eps"),
+    rule("max_grad_norm", "trainer.max_grad_norm"),
+    rule("max_steps num_train_epochs", "run.steps", "max_steps counts optimizer steps, minibatches x epochs of them in "
+         "a step here; epochs follow from the rows"),
+    rule("loss_type", "algorithm.loss, algorithm.aggregation", "dapo by default there; benchmarks/trl.md has how far "
+         "apart each is"),
+    rule("importance_sampling_level", "algorithm.loss", "sequence is gspo"),
+    rule("epsilon epsilon_high delta sapo_temperature_pos sapo_temperature_neg", "algorithm.loss_options", "delta is "
+         "dual_clip"),
+    rule("scale_rewards", "algorithm.advantage", "group is grpo with TRL's epsilon of 1e-4, batch the same with scale, "
+         "none dr_grpo"),
+    rule("beta use_bias_correction_kl", "algorithm.kl_coefficient, algorithm.kl_bias_correction", "with "
+         "dags/grpo_kl.yaml; the correction is on by default there"),
+    rule("entropy_coef", "algorithm.entropy_coefficient"),
+    rule("mask_truncated_completions", "nodes.masked", "the node mask_truncated"),
+    rule("sync_ref_model ref_model_sync_steps ref_model_mixup_alpha", "trainer.ema_every, trainer.ema_decay", "with "
+         "dags/grpo_average.yaml"),
+    rule("use_vllm", "rollout.engine", "false is transformers"),
+    rule("vllm_gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization", "0.3 by default there"),
+    rule("vllm_tensor_parallel_size", "rollout.tensor_parallel_size"),
+    rule("vllm_enable_sleep_mode", "rollout.vllm.sleep_level"),
+    rule("vllm_mode", "", "colocate is how it is; with server its engines are workers here: cluster.placement"),
+    rule("vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
+         "vllm_importance_sampling_clip_min vllm_importance_sampling_cap", "algorithm.correction, "
+         "algorithm.correction_options", "with use_vllm; *_truncate is truncated_is and *_mask masked_is"),
+    rule("bf16 fp16", "model.dtype", "bfloat16 by default there"),
+    rule("gradient_checkpointing", "trainer.gradient_checkpointing", "true by default there"),
+    rule("use_liger_kernel", "trainer.liger"),
+    rule("model_init_kwargs.* dtype", "", "weights learn in float32, and bfloat16 is for computing"),
+    rule("use_peft lora_r", "trainer.lora.rank"),
+    rule("lora_alpha", "trainer.lora.alpha"),
+    rule("lora_target_modules", "trainer.lora.targets"),
+    rule("seed", "run.seed", "42 by default there"),
+    rule("output_dir", "run.url"),
+    rule("run_name", "run.name"),
+    rule("report_to", "observe.backends"),
+    rule("save_strategy save_steps", "checkpoint.every", "500 optimizer steps by default there"),
+    rule("save_total_limit", "checkpoint.keep"),
+    rule("eval_strategy eval_steps", "validation.every"),
+    always("logging_* log_* num_completions_to_print disable_tqdm", "every step is logged, and every sample is a row"),
+    always("remove_unused_columns dataloader_* pad_to_multiple_of pad_token auto_find_batch_size group_by_length",
+           "rows are packed, and prompts are read ahead by every worker"),
+    always("ddp_* deepspeed fsdp* accelerator_config parallelism_config ds3_gather_for_generation local_rank",
+           "trainer.backend=fsdp shards a model over the workers of its role"),
+    always("disable_dropout gradient_checkpointing_kwargs torch_empty_cache_steps optim tf32 attn_implementation "
+           "lora_task_type lora_bias do_train do_eval overwrite_output_dir config_file main_process_port",
+           "it changes nothing that a run computes, or is so anyway"),
+    always("vllm_server_* vllm_group_port vllm_model_impl use_transformers_* cache_implementation "
+           "transformers_continuous_batching_config", "engines are roles of the run's own workers"),
+    always("processing_class dataset_train_split dataset_test_split dataset_config dataset_streaming",
+           "the tokenizer is the model folder's, and a dataset is a table"),
+    none("push_to_hub hub_*", "siirl-dask export writes a Hugging Face folder: push that"),
+    none("reward_model reward_model_name_or_path reward_processing_classes", "a reward model is a role of its own: "
+         "docs/rewards.md, A reward model"),
+    none("callbacks", "a run has no callbacks: see docs/monitoring.md, and docs/dags.md for nodes of your own"),
+    none("tools environment_factory rollout_func max_tool_calling_iterations", "see docs/environments.md and "
+         "docs/agents.md"),
+    none("multi_objective_aggregation", "normalize_then_sum is siirl_dask.algorithms:gdpo: docs/algorithms.md"),
+    none("top_entropy_quantile", "the node mask_second_moment and others choose tokens: docs/algorithms.md"),
+    none("use_adaptive_entropy entropy_coef_* entropy_target", "the coefficient of the entropy is constant"),
+    none("off_policy_mask_threshold", "see mask_off_policy in docs/algorithms.md: its estimate differs"),
+    none("vespo_* router_aux_loss_coef cast_lm_head_to_fp32", "there is no such option; for a head in float32 see "
+         "model.float32_head"),
+    none("repetition_penalty generation_kwargs vllm_structured_outputs_regex", "sampling is that of the policy, so "
+         "that log-probs are its own"),
+    none("model_init_kwargs quantization_config load_in_* bnb_* use_bnb_nested_quant trust_remote_code model_revision",
+         "weights are those of the folder, and its code is never run; hf://org/name@revision has a revision"),
+    none("lora_* use_rslora use_dora peft_config", "adapters are on the layers of trainer.lora.targets, without "
+         "dropout"),
+    none("resume_from_checkpoint", "a run resumes by itself"),
+    none("num_generations_eval per_device_eval_batch_size", "see validation.n"),
+    none("datasets optimizers optimizer_cls_and_kwargs compute_loss_func preprocess_logits_for_metrics", "there is no "
+         "such option of a run"),
+)  # fmt: skip
+
+
+def trl_markdown() -> str:
+    """Return the table as docs/migrating.md shows it."""
+    rows = []
+    for option in TRL:
+        names = ", ".join(f"`{name}`" for name in option.names)
+        rows.append(f"| {names} | {option.counterpart()} | {option.note} |")
+    head = ["| TRL | here | how, or why not |", "|---|---|---|"]
+    return "\n".join([*head, *rows]) + "\n"

@@ -1,0 +1,341 @@
+"""Rules that make keys of ours of TRL's options; commands/migrate/trl/options.py has the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from siirl_dask.commands.migrate.draft import Draft
+from siirl_dask.commands.migrate.trl.loss_rules import set_trl_algorithm
+from siirl_dask.config import MetricsBackend
+
+_OURS = "siirl_dask.algorithms"
+_ANSWERS = ("solution", "answer", "ground_truth", "answers", "target", "label")
+"""Columns that are the answer where a reward reads one of them."""
+
+
+def apply_trl_rules(draft: Draft, rows: int | None) -> None:
+    """Fill a draft from TRL's options. ``rows`` is the number of rows to train on, if the caller
+    knows it.
+    """
+    workers = draft.whole("num_processes", 1)
+    if not draft.has("num_processes"):
+        draft.open_questions.append(
+            "cluster.workers: one process is assumed, as of `python SCRIPT`; give "
+            "num_processes=N, which the batch follows from"
+        )
+    _set_names(draft)
+    _set_batch(draft, workers)
+    _set_steps(draft, rows)
+    draft.set("cluster.workers", workers, "num_processes")
+    _set_data(draft)
+    _set_model(draft)
+    _set_sampling(draft)
+    _set_rewards(draft)
+    set_trl_algorithm(draft)
+    _set_trainer(draft)
+    _set_observation(draft)
+
+
+def _set_names(draft: Draft) -> None:
+    name = draft.text("run_name", Path(draft.text("output_dir", "migrated")).name)
+    draft.set("run.name", name, "run_name" if draft.has("run_name") else "output_dir")
+    draft.copy({"output_dir": "run.url"})
+    draft.set("run.seed", int(draft.number("seed", 42)), "seed")
+
+
+def _accumulated(draft: Draft) -> int:
+    return draft.whole("gradient_accumulation_steps", 1)
+
+
+def _set_batch(draft: Draft, workers: int) -> None:
+    """Set the prompts of a step, and the optimizer steps that it is cut into."""
+    rows = draft.whole("per_device_train_batch_size", 8) * workers
+    samples = draft.whole("num_generations", 8)
+    if draft.has("generation_batch_size"):
+        completions = draft.whole("generation_batch_size", rows)
+        passes = max(1, completions // rows)
+    else:
+        passes = draft.whole("steps_per_generation", _accumulated(draft))
+        completions = rows * passes
+    names = (
+        "per_device_train_batch_size",
+        "generation_batch_size",
+        "steps_per_generation",
+        "num_processes",
+    )
+    note = f"{completions} completions / {samples} of each prompt"
+    draft.set_from(
+        "data.batch_size",
+        max(1, completions // samples),
+        (*names, "gradient_accumulation_steps"),
+        note,
+    )
+    if completions % samples:
+        draft.open_questions.append(
+            f"data.batch_size: {completions} completions are no multiple of num_generations="
+            f"{samples}, which TRL refuses"
+        )
+    draft.set("rollout.n", samples, "num_generations")
+    accumulated = _accumulated(draft)
+    if passes % accumulated:
+        draft.open_questions.append(
+            f"algorithm.minibatches: steps_per_generation={passes} is no multiple of "
+            f"gradient_accumulation_steps={accumulated}: an optimizer step spans two steps there"
+        )
+    minibatches = max(1, passes // accumulated)
+    draft.set(
+        "algorithm.minibatches", minibatches, "steps_per_generation", "gradient_accumulation_steps"
+    )
+    if minibatches > 1:
+        draft.set("algorithm.split_groups", True, note="a step's rows are shuffled, as there")
+    draft.set("algorithm.epochs", draft.whole("num_iterations", 1), "num_iterations")
+
+
+def _updates(draft: Draft) -> int:
+    """Return the optimizer steps of a step."""
+    return int(
+        draft.entries["algorithm.minibatches"].value * draft.entries["algorithm.epochs"].value
+    )
+
+
+def _set_steps(draft: Draft, rows: int | None) -> None:
+    updates = _updates(draft)
+    if draft.number("max_steps", -1) > 0:
+        steps = -(-int(draft.number("max_steps", -1)) // updates)
+        note = f"{updates} optimizer steps each"
+        draft.set("run.steps", steps, "max_steps", note=note)
+        draft.hold("num_train_epochs", "max_steps is given")
+        return
+    epochs = draft.number("num_train_epochs", 3.0)
+    prompts = int(draft.entries["data.batch_size"].value)
+    path = Path(draft.text("train_dataset")).expanduser()
+    known = rows
+    if rows is None and path.suffix == ".parquet" and path.is_file():
+        known = pq.read_metadata(path).num_rows
+    if known:
+        note = f"{known} rows // {prompts} prompts a step"
+        draft.set(
+            "run.steps", max(1, int(epochs * (known // prompts))), "num_train_epochs", note=note
+        )
+        return
+    question = (
+        f"{epochs:g} epochs x rows // {prompts}, and no dataset was there to count: give --rows N"
+    )
+    draft.open_questions.append(f"run.steps: {question}")
+    draft.set("run.steps", 100, "num_train_epochs", note=f"TO DECIDE, {question}")
+
+
+def _set_data(draft: Draft) -> None:
+    url = draft.text("train_dataset")
+    is_file = url.endswith((".parquet", ".arrow", ".feather"))
+    if not is_file:
+        is_file = Path(url).expanduser().exists()
+    if not draft.has("train_dataset"):
+        draft.leave_open("data.url", "no train_dataset is given")
+    elif is_file or draft.reason_open("train_dataset"):
+        draft.set("data.url", url, "train_dataset")
+    else:
+        draft.became("train_dataset", "data.url")
+        draft.leave_open(
+            "data.url",
+            f"{url}: `siirl-dask data import` makes a table of it (docs/data.md); give its folder",
+        )
+    columns = [str(one) for one in draft.items("reward_columns")]
+    answer = next((one for one in _ANSWERS if one in columns), columns[0] if columns else "prompt")
+    note = "the column that the rewards read" if columns else "no reward reads an answer"
+    draft.set("data.answer", answer, "reward_columns", note=note)
+    limit = "no longer prompt is trained on here, and TRL has no limit"
+    if draft.has("max_prompt_length"):
+        draft.set(
+            "data.max_prompt_length", draft.whole("max_prompt_length", 512), "max_prompt_length"
+        )
+    elif draft.has("vllm_max_model_length"):
+        longest = draft.whole("vllm_max_model_length", 2048) - draft.whole(
+            "max_completion_length", 512
+        )
+        draft.set("data.max_prompt_length", max(1, longest), "vllm_max_model_length", note=limit)
+    else:
+        draft.set("data.max_prompt_length", 1024, note=limit)
+        draft.open_questions.append(f"data.max_prompt_length: {limit}; 1024 stands in")
+    for name, wanted in (("shuffle_dataset", True),):
+        as_here = draft.flag(name, wanted) == wanted
+        (draft.hold if as_here else draft.lose)(name, "prompts come in another order in each epoch")
+    if draft.has("eval_dataset"):
+        draft.set("validation.url", draft.text("eval_dataset"), "eval_dataset")
+        every = max(1, int(draft.number("eval_steps", 500)) // _updates(draft))
+        if draft.text("eval_strategy", "no") == "steps":
+            draft.set("validation.every", every, "eval_steps", "eval_strategy")
+    for name in ("eval_steps", "eval_strategy"):
+        draft.hold(name, "a validation is run before the first step and after the last")
+
+
+def _set_model(draft: Draft) -> None:
+    path = draft.text("model")
+    is_name = len(path.split("/")) == 2
+    if not draft.has("model") or path[0] in "./~$" or Path(path).exists():
+        is_name = False
+    if draft.has("model"):
+        draft.set("model.path", f"hf://{path}" if is_name else path, "model", "model_name_or_path")
+    else:
+        draft.leave_open("model.path", "no model is given")
+    draft.hold("dtype", "weights learn in float32")
+    if draft.flag("fp16", default=False):
+        draft.lose("fp16", "float16 is not computed in: bfloat16 or float32")
+    dtype = "bfloat16" if draft.flag("bf16", default=True) else "float32"
+    draft.set("model.dtype", dtype, "bf16")
+    draft.hold("fp16", "the default here")
+    draft.copy({"chat_template_kwargs": "model.template"})
+
+
+def _set_sampling(draft: Draft) -> None:
+    is_vllm = draft.flag("use_vllm", default=False)
+    draft.set("rollout.engine", "vllm" if is_vllm else "transformers", "use_vllm")
+    length = draft.whole("max_completion_length", 512)
+    draft.set("rollout.max_response_length", length, "max_completion_length")
+    draft.set("rollout.temperature", draft.number("temperature", 1.0), "temperature")
+    draft.set("rollout.top_p", draft.number("top_p", 1.0), "top_p")
+    draft.set("rollout.top_k", max(0, int(draft.number("top_k", 0))), "top_k")
+    draft.copy({"min_p": "rollout.min_p"})
+    correction = [
+        f"vllm_importance_sampling_{name}"
+        for name in ("correction", "mode", "clip_max", "clip_min", "cap")
+    ]
+    if not is_vllm:
+        names = (
+            "gpu_memory_utilization",
+            "tensor_parallel_size",
+            "enable_sleep_mode",
+            "mode",
+            "max_model_length",
+        )
+        for name in (*(f"vllm_{one}" for one in names), *correction):
+            draft.hold(name, "the engine is transformers")
+        return
+    share = draft.number("vllm_gpu_memory_utilization", 0.3)
+    draft.set("rollout.vllm.gpu_memory_utilization", share, "vllm_gpu_memory_utilization")
+    size = draft.whole("vllm_tensor_parallel_size", 1)
+    draft.set("rollout.tensor_parallel_size", size, "vllm_tensor_parallel_size")
+    if draft.has("vllm_enable_sleep_mode"):
+        level = 2 if draft.flag("vllm_enable_sleep_mode", default=False) else 0
+        draft.set("rollout.vllm.sleep_level", level, "vllm_enable_sleep_mode")
+    if draft.text("vllm_mode", "colocate") == "server":
+        draft.open_questions.append(
+            "cluster.placement: vllm_mode=server generates on cards of its own: give the role "
+            "rollout workers of its own (docs/clusters.md)"
+        )
+    draft.hold("vllm_mode", "engines are roles of the run's own workers")
+    _set_correction(draft, correction)
+
+
+def _set_correction(draft: Draft, names: list[str]) -> None:
+    """Set the weights of what the engine and the trainer compute otherwise."""
+    if not draft.flag(names[0], default=True):
+        draft.hold(names[0], "the default here: no correction")
+        return
+    mode = draft.text(names[1], "sequence_mask")
+    level, _, kind = mode.partition("_")
+    high = draft.number("vllm_importance_sampling_cap", draft.number(names[2], 3.0))
+    low = draft.number(names[3], 0.0)
+    if kind not in ("mask", "truncate") or level not in ("token", "sequence"):
+        draft.lose(names[1], f"there is no mode {mode!r}: docs/algorithms.md, Corrections")
+        return
+    if kind == "mask":
+        draft.set_from("algorithm.correction", f"{_OURS}:masked_is", names)
+        options: dict[str, Any] = {"low": max(low, 1e-9), "high": high, "level": level}
+    else:
+        draft.set_from("algorithm.correction", f"{_OURS}:truncated_is", names)
+        options = {"cap": high, "level": level}
+        if low > 0:
+            draft.lose(names[3], "truncated_is has an upper bound alone")
+    draft.set_from("algorithm.correction_options", options, names)
+
+
+def _set_rewards(draft: Draft) -> None:
+    functions = [str(one) for one in draft.items("reward_funcs")]
+    columns = [str(one) for one in draft.items("reward_columns")]
+    answer = draft.entries["data.answer"].value
+    draft.set("rewards.function", "siirl_dask.rewards:from_trl", "reward_funcs")
+    options: dict[str, Any] = {"functions": functions}
+    if draft.has("reward_weights"):
+        options["weights"] = draft.items("reward_weights")
+    if answer in columns and answer != "answer":
+        options["answer_name"] = answer
+    draft.set("rewards.options", options, "reward_funcs", "reward_weights")
+    if not functions and not draft.reason_open("reward_funcs"):
+        draft.leave_open("rewards.options", "no reward function is given that can be read")
+    others = [one for one in columns if one != answer]
+    if others:
+        draft.nodes["reward"] = {"with": {"columns": others}}
+    draft.became("reward_columns", "data.answer")
+
+
+def _set_trainer(draft: Draft) -> None:
+    draft.set("trainer.lr", draft.number("learning_rate", 1e-6), "learning_rate")
+    draft.set("trainer.weight_decay", draft.number("weight_decay", 0.0), "weight_decay")
+    betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.999)]
+    draft.set("trainer.betas", betas, "adam_beta1", "adam_beta2")
+    if draft.has("adam_epsilon"):
+        draft.set("trainer.eps", draft.number("adam_epsilon", 1e-8), "adam_epsilon")
+    draft.set("trainer.max_grad_norm", draft.number("max_grad_norm", 1.0), "max_grad_norm")
+    schedule = draft.text("lr_scheduler_type", "linear")
+    if schedule == "constant_with_warmup":
+        schedule = "constant"
+    if schedule not in ("constant", "linear", "cosine"):
+        draft.lose(
+            "lr_scheduler_type", f"there is no schedule {schedule!r}: constant, linear or cosine"
+        )
+        draft.leave_open("trainer.schedule", f"{schedule} has no counterpart")
+    else:
+        draft.set("trainer.schedule", schedule, "lr_scheduler_type")
+    total = int(draft.entries["run.steps"].value) * _updates(draft)
+    warmup = draft.number("warmup_steps", draft.number("warmup_ratio", 0.0))
+    steps = int(warmup * total) if warmup < 1 else int(warmup)
+    draft.set("trainer.warmup_steps", steps, "warmup_steps", "warmup_ratio")
+    checkpointing = draft.flag("gradient_checkpointing", default=True)
+    draft.set("trainer.gradient_checkpointing", checkpointing, "gradient_checkpointing")
+    if draft.flag("use_liger_kernel", default=False):
+        draft.set("trainer.liger", True, "use_liger_kernel")
+    draft.hold("use_liger_kernel", "the default here takes its kernels where they are installed")
+    if not draft.flag("use_peft", default=False):
+        for name in ("use_peft", "lora_r", "lora_alpha", "lora_target_modules"):
+            draft.hold(name, "there are no adapters without use_peft")
+        return
+    draft.set("trainer.lora.rank", draft.whole("lora_r", 16), "lora_r", "use_peft")
+    draft.set("trainer.lora.alpha", draft.number("lora_alpha", 32), "lora_alpha")
+    targets = draft.items("lora_target_modules", ["all-linear"])
+    if targets != ["all-linear"]:
+        draft.set("trainer.lora.targets", targets, "lora_target_modules")
+    draft.hold("lora_target_modules", "all linear layers are the default here")
+    if not draft.has("lora_target_modules"):
+        draft.open_questions.append(
+            "trainer.lora.targets: none are given, so peft chooses by the kind of model; all "
+            "linear layers stand in"
+        )
+    if not draft.number("lora_dropout", 0.0):
+        draft.hold("lora_dropout", "adapters have no dropout")
+
+
+def _set_observation(draft: Draft) -> None:
+    reported = [str(one) for one in draft.items("report_to", ["none"])]
+    known = [one for one in reported if one in [*MetricsBackend]]
+    draft.set("observe.backends", known, "report_to")
+    others = [one for one in reported if one not in (*known, "none")]
+    if others:
+        draft.open_questions.append(
+            f"observe.backends: there is no backend {', '.join(others)} (docs/monitoring.md)"
+        )
+    strategy = draft.text("save_strategy", "steps")
+    every = int(draft.number("save_steps", 500))
+    if strategy == "no":
+        draft.set("checkpoint.every", 0, "save_strategy")
+        draft.hold("save_steps", "save_strategy is no")
+    else:
+        draft.set(
+            "checkpoint.every", max(1, every // _updates(draft)), "save_steps", "save_strategy"
+        )
+    if strategy not in ("no", "steps"):
+        draft.open_questions.append(f"checkpoint.every: save_strategy={strategy}, in steps here")
+    draft.copy({"save_total_limit": "checkpoint.keep"})
