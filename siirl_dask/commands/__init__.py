@@ -52,9 +52,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "Look at a run": {
         "watch": Command("watch", "add_watch", "watch", "show a run until it ends"),
-        "serve": Command(
-            "serve", "add_serve", "serve", "serve the page of a run, or of a folder"
-        ),
+        "serve": Command("serve", "add_serve", "serve", "serve the page of a run, or of a folder"),
         "report": Command(
             "report", "add_report", "write_report", "write one HTML page on a run, or on several"
         ),

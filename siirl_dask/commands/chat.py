@@ -12,7 +12,7 @@ import json
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pyarrow as pa
 
-from siirl_dask.commands.options.chat import SHORT_FOR_KEYS
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_text
 from siirl_dask.config.secrets import redacted
@@ -49,13 +48,13 @@ _HELD = "\N{REPLACEMENT CHARACTER}"
 """End of a text whose last character has tokens that are still to come."""
 
 
-def chat(chosen: Namespace) -> None:
+def chat(chosen: Namespace, short: Mapping[str, str]) -> None:
     """Answer ``--prompt``, or each line of standard input until that ends. ConfigError, before
     anything is written to standard output, where the model or an option cannot be used.
     """
     # SIGTERM ends a conversation; Ctrl-C ends an answer, and between answers the conversation
     signal.signal(signal.SIGTERM, _end)
-    with _speaker_of(chosen) as (speaker, source):
+    with _speaker_of(chosen, short) as (speaker, source):
         _remark(f"{source}: {speaker.described}")
         if chosen.prompt is None:
             _converse(speaker)
@@ -104,7 +103,7 @@ def _remark(text: str) -> None:
 
 
 @contextmanager
-def _speaker_of(chosen: Namespace) -> Iterator[tuple[Speaker, str]]:
+def _speaker_of(chosen: Namespace, short: Mapping[str, str]) -> Iterator[tuple[Speaker, str]]:
     """Yield the model, loaded, and where it is from, in words."""
     is_run = is_run_or_model(chosen.model, chosen.step)
     role = "policy" if chosen.role is None else chosen.role
@@ -116,7 +115,7 @@ def _speaker_of(chosen: Namespace) -> Iterator[tuple[Speaker, str]]:
             f"{chosen.model!r} is a Hugging Face folder, and has no role {chosen.role!r}: leave "
             "out --role"
         )
-    config = _config(chosen, is_run)
+    config = _config(chosen, short, is_run=is_run)
     shown = redacted(chosen.model)
     if not is_run:
         config.model.path = local_folder(config.model.path, {})
@@ -131,13 +130,11 @@ def _speaker_of(chosen: Namespace) -> Iterator[tuple[Speaker, str]]:
         yield speaker, f"{shown}, step {step}"
 
 
-def _config(chosen: Namespace, is_run: bool) -> Config:
+def _config(chosen: Namespace, short: Mapping[str, str], *, is_run: bool) -> Config:
     """Return the run's configuration, or the defaults, with the overrides and short options."""
     for text in chosen.overrides:
         if text.partition("=")[0] == "model.path":
             raise ConfigError(f"{text}: chat takes the model as its first argument")
-    given = vars(chosen)
-    short = {key: given[key] for key, *_ in SHORT_FOR_KEYS.values() if given[key] is not None}
     # one response a prompt, which may be the most likely one
     settings = {"validation.n": 1, "validation.k": [], **short}
     overrides = [*(f"{key}={_spelled(value)}" for key, value in settings.items())]

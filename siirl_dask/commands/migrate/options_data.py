@@ -26,7 +26,7 @@ DATA = (
             "ahead by every worker"),
     always("data.force_on_the_fly data.streaming data.serialize_dataset data.use_shm data.*cache*", "a dataset of any "
             "size is read in place"),
-    always("data.auto_repeat", "a dataset begins anew after its last row"),
+    always("data.auto_repeat", "a dataset begins again after its last row"),
     always("data.tokenizer", "the tokenizer is the model folder's"),
     none("data.gen_batch_size", "each round of dynamic sampling draws as many prompts as are likely to be enough"),
     none("data.val_batch_size", "a validation is one batch, divided by rows"),

@@ -54,7 +54,7 @@ ACTOR = (
     rule(f"{_A}.kl_loss_type", "algorithm.kl", "low_var_kl is k3_clipped, kl is k1, mse is k2, abs is abs_difference; "
           "with + straight_through"),
     rule(f"{_A}.tis_imp_ratio_cap", "algorithm.correction", "above 0: truncated_is with this cap"),
-    rule(f"{_A}.shuffle", "", "true is how it is: mini-batches are drawn anew in each step, and false is not to be "
+    rule(f"{_A}.shuffle", "", "true is how it is: mini-batches are drawn again in each step, and false is not to be "
           "had"),
     rule(f"{_A}.ulysses_sequence_parallel_size {_A}.fsdp_config.ulysses_sequence_parallel_size",
           "trainer.fsdp.sequence_parallel"),

@@ -155,7 +155,7 @@ def _set_data(draft: Draft) -> None:
         ),
         ("data.shuffle", True, "prompts come in another order in each epoch, from run.seed"),
         (f"{_MODEL}.use_remove_padding", True, "rows are always packed"),
-        (f"{ACTOR}.shuffle", True, "mini-batches are drawn anew in each step"),
+        (f"{ACTOR}.shuffle", True, "mini-batches are drawn again in each step"),
         ("actor_rollout_ref.rollout.do_sample", True, "responses that train are sampled"),
         ("trainer.val_before_train", True, "a validation is always run before the first step"),
     ):
@@ -275,7 +275,7 @@ def _set_observation(draft: Draft) -> None:
         "checkpoint.every", max(0, every), "trainer.save_freq", note="" if every > 0 else none
     )
     resume = draft.text("trainer.resume_mode", "auto")
-    reason = "a run resumes by itself; siirl-dask run --fresh begins anew"
+    reason = "a run resumes by itself; siirl-dask run --fresh begins again"
     (draft.hold if resume == "auto" else draft.lose)("trainer.resume_mode", reason)
     draft.copy({"trainer.critic_warmup": "algorithm.critic_warmup_steps"})
 

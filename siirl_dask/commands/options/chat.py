@@ -6,7 +6,7 @@ import argparse
 
 from siirl_dask.commands.program.interrupts import EndsAtOnce
 
-SHORT_FOR_KEYS = {
+_SHORT = {
     "temperature": ("validation.temperature", "T", "default: the run's, or 0: the most likely"),
     "max-tokens": ("rollout.max_response_length", "N", "longest response, in tokens"),
 }
@@ -34,7 +34,7 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--role", metavar="ROLE", help="role of a run whose model answers; default: policy"
     )
-    for name, (key, metavar, text) in SHORT_FOR_KEYS.items():
+    for name, (key, metavar, text) in _SHORT.items():
         parser.add_argument(f"--{name}", dest=key, metavar=metavar, help=f"{text} ({key})")
 
 
@@ -46,4 +46,6 @@ def run_chat(options: argparse.Namespace) -> None:
         check_plugins()
         from siirl_dask.commands.chat import chat
 
-    chat(options)
+    texts = vars(options)
+    short = {key: texts[key] for key, *_ in _SHORT.values() if texts[key] is not None}
+    chat(options, short)

@@ -74,21 +74,19 @@ def _plan(options: argparse.Namespace) -> None:
     if options.config is None:
         raise ConfigError("plan needs CONFIG, a YAML file, or --analyze RUN")
     # read before what takes seconds is imported, for a name that is mistyped
+    from siirl_dask.commands.planning.hosts import read_hosts
     from siirl_dask.config.file import load_config_file
     from siirl_dask.devices import check_plugins
 
-    file = load_config_file(options.config, overrides_of(options))
+    hosts = None if options.hosts is None else read_hosts(options.hosts, options.workers)
+    overrides = [*overrides_of(options), *_scaled(options, hosts)]
+    file = load_config_file(options.config, overrides)
     check_plugins()
     from siirl_dask.commands.plan import describe_run
-    from siirl_dask.commands.planning.hosts import read_hosts
     from siirl_dask.commands.planning.step_time import TimingOptions
     from siirl_dask.driver.phases import dags
     from siirl_dask.planner.explain.tables import tables_within
 
-    hosts = None if options.hosts is None else read_hosts(options.hosts, options.workers)
-    scaled = _scaled(options, hosts)
-    if scaled:
-        file = load_config_file(options.config, [*overrides_of(options), *scaled])
     timing = TimingOptions(options.on, options.tokens, tuple(options.figure))
     training, validation = dags(file)
     with tables_within(_columns()):
