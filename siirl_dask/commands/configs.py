@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
-import sys
 from itertools import takewhile
 
+from siirl_dask.commands.program.terminal import output_columns
 from siirl_dask.config.file import SHIPPED, shipped, shipped_files, shipped_folder
 
 _FOLDERS = {"": "Configs of a run", "dags": "DAGs, on which configs stand"}
@@ -36,7 +35,7 @@ def show_configs(options: argparse.Namespace) -> None:
         return
     files = shipped_files()
     width = max(map(len, files)) - len(_SUFFIX)
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    room = output_columns()
     for folder, title in _FOLDERS.items():
         print(title)
         for name in sorted(files):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
 
 from siirl_dask.commands.options.common import (
     CONFIG,
@@ -13,6 +11,7 @@ from siirl_dask.commands.options.common import (
     overrides_of,
 )
 from siirl_dask.commands.program.interrupts import EndsAtOnce
+from siirl_dask.commands.program.terminal import output_columns
 from siirl_dask.errors import ConfigError
 
 _OF_A_CONFIG = ("workers", "hosts", "device_memory", "devices", "cluster")
@@ -89,7 +88,7 @@ def _plan(options: argparse.Namespace) -> None:
 
     timing = TimingOptions(options.on, options.tokens, tuple(options.figure))
     training, validation = dags(file)
-    with tables_within(_columns()):
+    with tables_within(output_columns()):
         text = describe_run(
             file.config,
             training,
@@ -100,11 +99,6 @@ def _plan(options: argparse.Namespace) -> None:
             timing=timing,
         )
     print(text)
-
-
-def _columns() -> int:
-    """Return the columns of the terminal; of a pipe or a file as many as a plan takes."""
-    return shutil.get_terminal_size(fallback=(sys.maxsize, 24)).columns
 
 
 def _scaled(options: argparse.Namespace, hosts: list[int] | None) -> list[str]:
@@ -134,6 +128,6 @@ def _analyze(options: argparse.Namespace) -> None:
     from siirl_dask.planner.explain.tables import tables_within
 
     timing = TimingOptions(options.on, options.tokens, tuple(options.figure))
-    with tables_within(_columns()):
+    with tables_within(output_columns()):
         text = analyze_run(options.analyze, options.format, timing, trust=options.trust)
     print(text)
