@@ -28,10 +28,13 @@ def _run(arguments: Sequence[str] | None) -> int | None:
     from siirl_dask.commands.program.interrupts import EndsAtOnce
 
     with EndsAtOnce():
-        from siirl_dask.commands.program.ending import files_named
+        from siirl_dask.commands import NAME_FUNCTIONS
+        from siirl_dask.commands.program.ending import files_named, find_functions_here
         from siirl_dask.commands.program.parsing import function_of, parse
 
         options = parse(arguments)
+        if options.command in NAME_FUNCTIONS:
+            find_functions_here()
         command = function_of(options.command)
     with files_named():
         return command(options)

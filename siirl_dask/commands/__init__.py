@@ -97,3 +97,6 @@ GROUPS: dict[str, dict[str, Command]] = {
 """Every command, in the groups of ``siirl-dask --help``."""
 
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+NAME_FUNCTIONS = ("quickstart", "run", "plan", "doctor", "replay", "eval", "chat", "migrate")
+"""Commands whose config may name functions of the working directory. The others read runs and data,
+which may be a stranger's, and import nothing from where they are started."""

@@ -14,7 +14,11 @@ from siirl_dask.commands.options.common import (
     add_resume_options,
     overrides_of,
 )
-from siirl_dask.commands.program.ending import EXIT_CODES, exit_with_message
+from siirl_dask.commands.program.ending import (
+    EXIT_CODES,
+    exit_with_message,
+    find_functions_here,
+)
 from siirl_dask.commands.program.interrupts import EndsAtOnce
 from siirl_dask.config import Config
 from siirl_dask.config.file import load
@@ -54,6 +58,7 @@ def main(
     add_overrides(parser, "such as trainer.lr=2e-6")
 
     def start() -> Run:
+        find_functions_here()
         options = parser.parse_intermixed_args(arguments)
         with EndsAtOnce():
             config = load(options.config, overrides_of(options))

@@ -168,7 +168,9 @@ def read_summary(url: str) -> Summary:
             known["failure"] = RunFailure(**_known(RunFailure, known["failure"]))
             known["failure"] = replace(known["failure"], rows=tuple(known["failure"].rows))
         known["warnings"] = tuple(known.get("warnings", ()))
-        return Summary(**known)
+        summary = Summary(**known)
+        _check_numbers(summary)
+        return summary
     except FileNotFoundError as error:
         raise DataError(
             f"{name} does not exist: the run is under way, was killed, or is elsewhere"
@@ -177,6 +179,21 @@ def read_summary(url: str) -> Summary:
         raise DataError(
             f"{name} is not a run's summary: {type(error).__name__}: {error}"
         ) from error
+
+
+def _check_numbers(summary: Summary) -> None:
+    """Raise TypeError for texts and the like where a summary has numbers."""
+    scores = summary.validation
+    for name, value in (
+        ("steps", summary.steps),
+        ("seconds", summary.seconds),
+        ("workers", summary.workers),
+    ):
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"{name}: expected a number, got {value!r:.200}")
+    for name, score in (("first", scores.first), ("last", scores.last), ("test", scores.test)):
+        if score is not None and not isinstance(score, (int, float)):
+            raise TypeError(f"validation.{name}: expected a number, got {score!r:.200}")
 
 
 def summary_altered(url: str) -> bool:

@@ -101,6 +101,81 @@ def test_words_are_those_that_bash_passes(name):
     assert (result.verdict, result.differences) == ("equal", [])
 
 
+# each line before the call, then words of the call
+LINES = [
+    ('MODEL=Qwen/Qwen2.5-7B; if [[ "$MODEL" == *"Qwen"* ]]; then TP=4; else TP=1; fi', "a.b=$TP"),
+    ('M=v2x; case "$M" in "v"[0-9]*) X=1 ;; *"*"*) X=2 ;; *) X=3 ;; esac', "a.b=$X"),
+    ("P=a*c; if [[ abc == $P ]]; then X=1; fi; if [[ abc == \"$P\" ]]; then X=2; fi", "a.b=$X"),
+    ("if [[ abc == [^b]* ]]; then X=1; else X=2; fi", "a.b=$X"),
+    ("shopt -s nocasematch; if [[ ABC == a* ]]; then X=1; else X=2; fi", "a.b=$X"),
+    ("set -- y", 'a.b=1 2>&1 a.c=2 "$@"'),
+    ("set -- y", 'a.b=1 > log 2>&1 "$@"'),
+    ("set -- --x a.b=1 a.c=2", '"${@:2}"'),
+    ("set a b; set -- \"$@\" c; shift 5; shift", "a.b=$#$1"),
+    ("A=(--x a.b=1 a.c=2)", '"${A[@]:1}"'),
+    ("A=(1 2 3)", '"a.d=${A[*]:1:2}" a.e=${A[-1]} a.f=x${A[7]} "${A[@]/#/a.g=}"'),
+    ("X=a.txt", "a.b=${X/%.txt/.bak} a.c=${X/#a/b} a.d=x${X: -9} a.e=${X/#b/c}"),
+    ('X=ab*c; Y="b*"', 'a.b=${X/"$Y"/-} a.c=${X/$Y/-}'),
+    ("X=0; D=1; export D=/x L=$D/log; f() { local X=1 Y=x$X; Z=$Y; }; f", "a.b=$L a.c=$Z"),
+    ('V=N; export "Q=7" "W_$V=8"', "a.b=$Q a.c=${W_N-}"),
+    ("X=0; ( set -- q; f() { X=1; } ); X=2 & (X=3; return 0); g() { X=4; }; g & wait", "a.b=x$X a.c=x$1"),
+    ("i=1; ((++i)); ((i++)); ((i+=2))", "a.b=$i"),
+    ("N=5; X=0; if [[ N -gt 2 ]]; then X=1; fi; if [[ $N+1 -eq 6 ]]; then Y=1; fi", "a.b=$X a.c=$Y"),
+    ('X=0; N=5; if ((!N && 1)); then X=1; fi', "a.b=x$X"),
+]  # fmt: skip
+UNTOLD = [
+    ("N=08", "a.b=$((10#$N + 1))"),
+    ("i=1; j=$((++i)); k=$((!2 == 1))", "a.b=$j a.c=$i a.d=$k"),
+    ("i=5; ((j=i++))", "a.b=$i"),
+    ("", "a.b=/d/{train,test}.parquet"),
+    ("", "a.b=$[3+4]"),
+    ("", "a.b=$'\\x41'"),
+    ("declare -i N=3+4", "a.b=$N"),
+    ("A=([2]=x y); B=(1 2); B[5]=9; unset 'B[0]'", "a.b=${A[0]} a.c=${B[1]}"),
+    ("X=abc", "a.b=${X^^[a]}"),
+    ("if [[ ab == @(ab|cd) ]]; then X=1; else X=2; fi", "a.b=$X"),
+    ("for i in 1 2; do for j in 1 2; do X=$i$j; break 2; done; done", "a.b=$X"),
+    ("while read -r l; do X=$l; done < file", "a.b=x$X"),
+    ("IFS=,; A=(1 2)", 'a.b="${A[*]}"'),
+]  # fmt: skip
+
+
+def script_of(before, words):
+    return f"{before}\npython3 -m verl.trainer.main_ppo {words}\n"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.parametrize(("before", "words"), LINES)
+def test_a_line_is_read_as_bash_runs_it(before, words):
+    text = script_of(before, words)
+    script = read_script(text, "s.sh", {})
+    assert len(script.ways) == 1
+    expected = words_of_bash(text)
+    assert expected is not None
+    assert words_read(script) == [one for one in expected if one]
+
+
+@pytest.mark.parametrize(("before", "words"), UNTOLD)
+def test_what_is_not_followed_is_refused_asked_or_noted_and_never_read_otherwise(before, words):
+    try:
+        script = read_script(script_of(before, words), "s.sh", {})
+    except ConfigError:
+        return
+    asked = any(option.unread for way in script.ways for option in way.options)
+    assert asked or len(script.ways) > 1 or any(way.notes for way in script.ways)
+
+
+def test_a_local_variable_of_a_function_is_not_unset_outside_of_it():
+    script = read_script(script_of("f() { local DEV; DEV=1; }; f", "a.b=$DEV"), "s.sh", {})
+    assert words_read(script) == ["a.b=${oc.env:DEV}"]
+
+
+def test_a_long_string_takes_no_time():
+    text = "x" * 100_000
+    (word,) = words_read(read_script(script_of(f'A="{text}"', "a.b=$A"), "s.sh", {}))
+    assert word == f"a.b={text}"
+
+
 PIECES = st.lists(
     st.sampled_from(
         ["-a", "-b c", "$A", '"$A"', "${A}", "${B:-d e}", '"${B:-d e}"', "'q r'", '"${L[@]}"', "${L[@]}", '"${L[*]}"',

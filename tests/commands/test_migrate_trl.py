@@ -14,6 +14,7 @@ from siirl_dask.cli import main
 from siirl_dask.commands.migrate import migrate
 from siirl_dask.commands.migrate.table import option_of
 from siirl_dask.commands.migrate.trl.options import trl_markdown
+from siirl_dask.commands.migrate.trl.script import read_trl_script
 from siirl_dask.config.file import load
 from siirl_dask.errors import ConfigError
 from tests.settings import digits_overrides
@@ -182,6 +183,48 @@ def test_nothing_of_a_script_is_run(tmp_path):
     path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nGRPOTrainer('m', [f])\n")
     migrate([str(path)], 10)
     assert not (tmp_path / "ran").exists()
+
+
+TRAINS = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+{before}
+GRPOTrainer("m", fs, args=GRPOConfig(**k), train_dataset=ds)
+"""
+STANDARD = 'fs = [my.f]\nk = {"beta": 0.1}\nds = load_dataset("a")\nimport my\n'
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ('if BIG:\n    ds = load_dataset("b")', "train_dataset"),
+        ('ds = load_dataset("a") if BIG else load_dataset("b")', "train_dataset"),
+        ("fs.append(my.g)", "reward_funcs"),
+        ('try:\n    import x\nexcept ImportError:\n    ds = load_dataset("b")', "train_dataset"),
+        ("with open('x') as ds:\n    pass", "train_dataset"),
+        ("def f():\n    global ds\n    ds = 1", "train_dataset"),
+    ],
+)
+def test_a_name_that_may_have_another_value_is_not_read(change, name):
+    found = read_trl_script(TRAINS.format(before=f"{STANDARD}{change}"), "x.py", {})
+    assert name in found.unread
+    untouched = read_trl_script(TRAINS.format(before=STANDARD), "x.py", {})
+    assert name not in untouched.unread
+    assert untouched.values["beta"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("written", "noted"),
+    [
+        ('k["beta"] = 0.5', "**k is not read"),
+        ('ds = load_dataset("a", "main")', "load_dataset takes 'main'"),
+        ('ds = load_dataset("a", split="train[:100]")', "load_dataset takes 'train[:100]'"),
+    ],
+)
+def test_a_part_of_a_dataset_and_a_changed_mapping_are_noted(written, noted):
+    before = STANDARD.replace('ds = load_dataset("a")\n', "") if "ds" in written else STANDARD
+    found = read_trl_script(TRAINS.format(before=f"{before}{written}"), "x.py", {})
+    assert any(noted in note for note in found.notes), found.notes
 
 
 def test_what_cannot_be_known_is_left_to_decide(tmp_path, script):

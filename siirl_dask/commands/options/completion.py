@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 
 _SHELLS = ("bash", "zsh", "tcsh")
-_FILES = ("CONFIG", "RUN", "RUN_OR_MODEL", "MODEL", "DEST", "FILE", "PATH", "URL", "SRC... DEST")
+_FILES = (
+    *("CONFIG", "RUN", "RUN_OR_MODEL", "RUN_OR_FOLDER", "MODEL", "DEST", "FILE", "PATH", "URL"),
+    *("SRC... DEST", "FILE | -- key=value ..."),
+)
 """Placeholders of arguments for which a shell offers files."""
 
 

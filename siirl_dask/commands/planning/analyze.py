@@ -23,6 +23,7 @@ from siirl_dask.observe.metrics import read_metrics
 from siirl_dask.observe.trace.measured import Measured, measure
 from siirl_dask.planner import Phase, dag_from_spec
 from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
+from siirl_dask.planner.spec.ecosystems import names_package
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.trace import read_trace
 from siirl_dask.views.charts.figures import duration
@@ -127,6 +128,9 @@ def _foreign(spec: object) -> set[str]:
         case list():
             return {name for value in spec for name in _foreign(value)}
         case str() if _FUNCTION.search(spec) and not _OWN.fullmatch(spec):
+            return {spec}
+        # an environment's name may bring a package, or a file in its options
+        case str() if names_package(spec):
             return {spec}
     return set()
 

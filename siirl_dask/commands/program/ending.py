@@ -44,8 +44,6 @@ def exit_with_message(work: Callable[[], _T]) -> _T:
     atexit.register(_end_soon)
     hide()
     _take_any_text(sys.stdout)
-    # where functions named module:function in a config are looked for, too
-    sys.path.insert(0, str(Path.cwd()))
     try:
         return _with_output_flushed(work)
     except KeyboardInterrupt:
@@ -62,6 +60,13 @@ def exit_with_message(work: Callable[[], _T]) -> _T:
         sys.exit(2 if isinstance(error, UserError) else 1)
 
 
+def find_functions_here() -> None:
+    """Have functions that a config names as module:function looked for in the working directory,
+    too.
+    """
+    sys.path.insert(0, str(Path.cwd()))
+
+
 @contextmanager
 def files_named() -> Iterator[None]:
     """Turn errors of the operating system into a SiirlError of one sentence, with the file and
@@ -73,6 +78,8 @@ def files_named() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
+        if error.filename is None and error.errno not in _REMEDIES:
+            raise  # of a connection, a process or a thread: no file that a user can mend
         _forget_unwritable_output()
         raise SiirlError(_sentence(error)) from error
 

@@ -25,6 +25,7 @@ from siirl_dask.planner.spec.ecosystems import EcosystemName, unknown_id
 ROWS = 500
 _FUNCTIONS = ("observation", "action")
 _NUMBER = re.compile(r"[+-]?\d+")
+_MOST_DIGITS = 18  # Python refuses to read thousands of them
 _COLOURED = re.compile(r"(?:\x1b\[[\d;]*m)+(.*?)(?:\x1b\[0m)+", re.DOTALL)
 
 
@@ -149,5 +150,6 @@ class GymnasiumEnvironment:
         if not isinstance(space, gymnasium.spaces.Discrete):
             return text
         found = _NUMBER.findall(text)
-        number = int(found[-1]) if found else None
+        is_readable = bool(found) and len(found[-1]) <= _MOST_DIGITS
+        number = int(found[-1]) if is_readable else None
         return number if number is not None and space.contains(number) else None

@@ -65,6 +65,12 @@ class EcosystemAdapter(Protocol):
         ...
 
 
+def names_package(text: str) -> bool:
+    """Return whether a text begins as the name of another package's environment does."""
+    package, colon, _ = text.partition(":")
+    return bool(colon) and package.strip().replace("-", "_") in ECOSYSTEMS
+
+
 def ecosystem_name(text: str) -> EcosystemName | None:
     """Return the parts of a name of another package's environment; None for a text that is no
     such name. PlanError for an option without a value, or one that is given twice.

@@ -23,7 +23,8 @@ from siirl_dask.errors import ConfigError, PlanError, did_you_mean
 from siirl_dask.planner.spec.ecosystems import environment_named
 
 T = TypeVar("T")
-# for anything else no module is imported: commands/planning/analyze.py looks for such names
+# for anything else, and what ecosystems.py names, no module is imported: commands/planning/analyze.py
+# looks for both
 _NAME = re.compile(r"\w+")
 _received: dict[str, object] = {}
 

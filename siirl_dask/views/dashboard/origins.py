@@ -8,6 +8,7 @@ responses.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,18 +25,28 @@ def refuse_other_sites(app: Any, allowed: Sequence[str], *, hosts: Sequence[str]
     """Have a Bokeh application answer 403 to what pages of other sites ask, its websocket among
     it.
 
-    With ``hosts`` it answers requests to hosts of these names alone: a site may point a name of its
-    own at this machine.
+    With ``hosts`` it answers requests to hosts of these names, and to addresses, alone: a site may
+    point a name of its own at this machine.
     """
     own = app.find_handler
 
     def find_handler(request: HTTPServerRequest, **kwargs: Any) -> Any:
         name = request.host_name.lower().strip("[]")
-        if is_of_another_site(request, allowed) or (hosts and name not in hosts):
+        is_known = name in hosts or is_address(name) if hosts else True
+        if is_of_another_site(request, allowed) or not is_known:
             return app.get_handler_delegate(request, ErrorHandler, {"status_code": 403})
         return own(request, **kwargs)
 
     app.find_handler = find_handler
+
+
+def is_address(name: str) -> bool:
+    """Return whether the name of a host is an IP address, which no site can point elsewhere."""
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def is_of_another_site(request: HTTPServerRequest, allowed: Sequence[str]) -> bool:

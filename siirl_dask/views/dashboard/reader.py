@@ -14,7 +14,8 @@ from typing import Any, Generic, TypeVar
 from siirl_dask.errors import SiirlError
 
 T = TypeVar("T")
-_MOST = 32  # answers that are kept
+_MOST = 32  # answers that are held although nobody has asked for them lately
+_LATELY = 60.0  # seconds
 _THREADS = 3
 _LAST_SECONDS = 5.0
 _SLOW = 3.0  # seconds of reading after which the page says so
@@ -36,6 +37,8 @@ class Held(Generic[T]):
     """The tag with which it was read."""
     pause: float = 0.0
     """Seconds after which it is read again."""
+    asked_at: float = float("-inf")
+    """When it was asked for last: seconds of the monotonic clock."""
 
     @property
     def remark(self) -> str:
@@ -79,6 +82,7 @@ class Reader:
         """
         held: Held[T] = self._held.setdefault(key, Held())
         self._held.move_to_end(key)
+        held.asked_at = time.monotonic()
         if tag != held.tag:
             held.pause = soon
         busy = sum(one.reading for one in self._held.values())
@@ -97,11 +101,15 @@ class Reader:
             )
             self._threads = [*(one for one in self._threads if one.is_alive()), thread]
             thread.start()
-        for old in [old for old, one in self._held.items() if not one.reading][
-            : max(0, len(self._held) - _MOST)
-        ]:
-            del self._held[old]
+        self._forget_old()
         return held
+
+    def _forget_old(self) -> None:
+        """Drop the oldest answers, but none that a viewer still asks for."""
+        lately = time.monotonic() - _LATELY
+        old = [key for key, one in self._held.items() if not one.reading and one.asked_at < lately]
+        for key in old[: max(0, len(self._held) - _MOST)]:
+            del self._held[key]
 
     def close(self) -> None:
         """Read nothing more, and wait some seconds for what is being read: a process that ends

@@ -119,7 +119,8 @@ class TopPanel:
         self._others.visible = bool(names)
         if list(names) != self._offered:
             self._offered = list(names)
-            self._others.options = list(names)
+            # Bokeh writes labels into the page as HTML
+            self._others.options = [(name, html.escape(name)) for name in names]
             self._others.value = [name for name in self._others.value if name in names]
 
     def show(self, run: LiveRun | None, head: Head) -> None:

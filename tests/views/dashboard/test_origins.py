@@ -128,6 +128,14 @@ def test_a_browser_cannot_choose_a_run_that_was_not_offered():
     assert panel.others == ["mine"]
 
 
+def test_the_name_of_a_folder_is_no_html_where_runs_are_offered():
+    panel = TopPanel(lambda: None)
+    panel.offer_others(["<img src=x onerror=alert(1)>"])
+    ((value, label),) = panel._others.options
+    assert value == "<img src=x onerror=alert(1)>"
+    assert "<" not in label
+
+
 def test_a_browser_is_not_told_the_secrets_of_a_run_s_url_and_chooses_it_all_the_same():
     panel = TopPanel(lambda: None)
     runs = [LiveRun("https://user:S3CR3T@host/one", "one"), LiveRun("https://user:S3CR3T@host/two")]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from tornado.ioloop import IOLoop
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import RunFailure, Status
 from siirl_dask.views.dashboard.page import show_page
+from siirl_dask.views.dashboard.reader import Reader
 from siirl_dask.views.dashboard.served.folder_source import FolderSource, Looks
 from siirl_dask.views.dashboard.served.server import RunServer, served_runs
 from tests.written_runs import begin_run, end_run, start_run, whole_run
@@ -23,15 +25,17 @@ from tests.written_runs import begin_run, end_run, start_run, whole_run
 HOSTILE = "<script>alert(1)</script>"
 
 
-def shown(url):
-    """The texts of a page that has been shown all there is of the run at ``url``."""
+def shown(url, empty="0 of 0"):
+    """The texts of a page that has been shown all there is of the run at ``url``; ``empty`` is on
+    one that has been shown nothing.
+    """
     looks = Looks()
     document = Document()
     show_page(FolderSource(looks, str(url), "it"), "", {}, document)
     (callback,) = document.session_callbacks
     deadline = time.monotonic() + 20
     named = document.select_one({"name": "state"})
-    while not looks.reader.known(("look", str(url))).version or "0 of 0" in named.text:
+    while not looks.reader.known(("look", str(url))).version or empty in named.text:
         assert time.monotonic() < deadline, named.text
         time.sleep(0.05)
         callback.callback()
@@ -134,6 +138,47 @@ def test_other_sites_and_other_names_of_this_machine_get_nothing(server):
     assert server("/", Host="evil.example.com:80")[0] == 403
     assert server("/run?name=one", Origin="http://evil.example.com")[0] == 403
     assert server("/", Host="localhost:80")[0] == 200
+    assert server("/", Host="192.0.2.7:80")[0] == 200  # an address, which no site can point here
+
+
+def test_a_run_with_a_damaged_summary_is_a_line_of_the_list_and_not_its_end(server, folder):
+    summary = json.loads((folder / "one" / "summary.json").read_text())
+    for damage in ({"steps": "three"}, {"seconds": None}, {"validation": {"first": "<b>"}}):
+        (folder / "one" / "summary.json").write_text(json.dumps(summary | damage))
+        status, text = server("/")
+        assert status == 200
+        assert "run?name=one" in text
+        assert "<b>" not in text
+
+
+def test_a_run_that_cannot_be_read_says_why_on_its_page(tmp_path):
+    url = whole_run(tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text("[1, 2]\n")
+    state, _ = shown(url, empty="training</span>")
+    assert "unreadable" in state
+
+
+def test_code_beside_a_run_does_not_run_when_it_is_looked_at(tmp_path):
+    url = whole_run(tmp_path / "run")
+    for module in ("bokeh", "pyarrow", "duckdb"):
+        (tmp_path / "run" / f"{module}.py").write_text("open('ran', 'w')\n")
+    program = "from siirl_dask.cli import main; import sys; sys.path.pop(0); main(['report', '.'])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=url, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "run" / "ran").exists()
+
+
+def test_answers_that_viewers_ask_for_are_not_read_again_at_each_look():
+    reader = Reader()
+    reads = []
+    for _ in range(10):
+        for key in range(40):
+            reader.get(key, partial(reads.append, key), soon=60.0)
+        time.sleep(0.02)
+    reader.close()
+    assert len(reads) == len(set(reads))
 
 
 def test_a_folder_without_a_run_is_refused_before_anything_listens(tmp_path):

@@ -22,6 +22,10 @@ _OPERATIONS: dict[type[ast.operator | ast.cmpop], Callable[[int, int], int]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
+CHANGES = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)")
+"""A variable that a formula counts up or down."""
+# Python's `not` takes in what follows, the shell's `!` one operand
+_NEGATED = re.compile(r"\s*!\s*(\w+|\([^()]*\))\s*((&&|\|\|)\s*!?\s*(\w+|\([^()]*\))\s*)*")
 _LONGEST = 1000
 """Characters of a formula: a script's are short, and this bounds what parsing takes."""
 
@@ -35,6 +39,10 @@ def calculate(formula: str, number_of: Callable[[str], int]) -> int:
 
     UnknownNumber for anything else, a division by zero included.
     """
+    if "#" in formula or CHANGES.search(formula):
+        raise UnknownNumber("a number of another base, or a variable that changes")
+    if "!" in formula.replace("!=", "") and not _NEGATED.fullmatch(formula):
+        raise UnknownNumber("a negation within a formula")
     text = re.sub(r"!(?!=)", " not ", formula.replace("/", "//"))
     text = text.replace("&&", " and ").replace("||", " or ").strip()
     if len(text) > _LONGEST:

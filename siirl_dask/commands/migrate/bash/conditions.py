@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from siirl_dask.commands.migrate.bash.arithmetic import UnknownNumber
-from siirl_dask.commands.migrate.bash.expansion import Expander
+from siirl_dask.commands.migrate.bash.expansion import LITERAL, Expander
 from siirl_dask.commands.migrate.bash.quoting import split_source
 from siirl_dask.commands.migrate.bash.values import (
     State,
@@ -17,7 +17,6 @@ from siirl_dask.commands.migrate.bash.values import (
     Text,
     Variable,
     Word,
-    joined,
     known,
     lone_symbol,
     shown,
@@ -33,9 +32,13 @@ _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-ge": operator.ge,
 }
 _EQUALITIES = ("=", "==", "!=")
+_PLAIN_NUMBER = re.compile(r"\s*[+-]?(0|[1-9]\d*)\s*")
 _BINARY = (*_EQUALITIES, *_NUMBERS, "=~", "<", ">", "-nt", "-ot", "-ef")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)\s*(\+\+|--|(?:[-+*/%]?=)(?!=))(.*)", re.DOTALL)
-_PATTERN_LETTERS = re.compile(r"[*?\[]|[@+!]\(")
+_COUNTED = re.compile(r"(\+\+|--)\s*([A-Za-z_]\w*)")
+_WILDCARD = re.compile(r"[*?\[]")
+_BEYOND_FNMATCH = re.compile(r"[@?*+!]\(|\[:")
+"""Patterns of ``extglob``, and classes of letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,22 @@ def matches(state: State, text: Text, pattern: Text, *, is_pattern: bool, line: 
     wanted = known(right)
     has_wildcards = False
     if is_pattern:
-        has_wildcards = _PATTERN_LETTERS.search(shown(right)) is not None
+        written = shown(right)
+        if _BEYOND_FNMATCH.search(LITERAL.sub("", written)):
+            return state.assumptions.holds(f"{shown(left)} = {written}", line)
+        has_wildcards = _WILDCARD.search(LITERAL.sub("", written)) is not None
+        if not has_wildcards and wanted is not None:
+            wanted = LITERAL.sub(lambda match: match[0][1], wanted)
     if wanted == "*" and has_wildcards:
         return True
+    if state.ignores_case and value is not None and wanted is not None:
+        value = value.lower()
+        wanted = wanted.lower()
     if value is not None and wanted is not None:
-        return fnmatchcase(value, wanted) if has_wildcards else value == wanted
+        pattern_text = wanted.replace("[^", "[!")
+        return fnmatchcase(value, pattern_text) if has_wildcards else value == wanted
+    if state.ignores_case:
+        return state.assumptions.holds(f"{shown(left)} = {shown(right)}", line)
     symbol = lone_symbol(left)
     if symbol is not None and wanted is not None and not has_wildcards:
         return state.assumptions.is_equal(symbol, wanted, line)
@@ -78,15 +92,26 @@ def test(state: State, source: str, *, splits: bool, line: int) -> bool:
         if splits:
             operands += [_Operand(word.text, is_pattern=False) for word in expander.words(token)]
         else:
-            is_pattern = not any(quote in token for quote in "'\"\\")
-            operands.append(_Operand(expander.text(token), is_pattern=is_pattern))
-    return _Test(state, operands, " ".join(source.split()), line).result()
+            before = known(operands[-1].text) if operands else None
+            is_pattern = before in _EQUALITIES
+            text = expander.pattern(token) if is_pattern else expander.text(token)
+            operands.append(_Operand(text, is_pattern=is_pattern))
+    return _Test(state, operands, " ".join(source.split()), line, calculates=not splits).result()
 
 
 class _Test:
     """Evaluates the words of one test, by recursive descent."""
 
-    def __init__(self, state: State, operands: Sequence[_Operand], source: str, line: int) -> None:
+    def __init__(
+        self,
+        state: State,
+        operands: Sequence[_Operand],
+        source: str,
+        line: int,
+        *,
+        calculates: bool,
+    ) -> None:
+        self._calculates = calculates
         self._state = state
         self._operands = operands
         self._source = source
@@ -189,19 +214,27 @@ class _Test:
             text = f"{shown(left.text)} {operation} {shown(right.text)}"
             return self._state.assumptions.holds(text, self._line)
         if operation in _NUMBERS:
-            if not all(re.fullmatch(r"\s*[+-]?\d+\s*", value) for value in (first, second)):
-                return False
-            return _NUMBERS[operation](int(first), int(second))
+            return self._compare_numbers(first, operation, second)
         if operation in ("<", ">"):
             return first < second if operation == "<" else first > second
         return self._state.assumptions.holds(f"{first} {operation} {second}", self._line)
 
+    def _compare_numbers(self, first: str, operation: str, second: str) -> bool:
+        if all(_PLAIN_NUMBER.fullmatch(value) for value in (first, second)):
+            return _NUMBERS[operation](int(first), int(second))
+        if not self._calculates:
+            return False  # `[` says that a number is expected
+        expander = Expander(self._state, self._line)
+        try:
+            return _NUMBERS[operation](expander.number(first), expander.number(second))
+        except UnknownNumber:
+            return self._state.assumptions.holds(f"{first} {operation} {second}", self._line)
+
 
 def case_matches(state: State, text: Text, pattern: str, line: int) -> bool:
     """Return whether a value matches one pattern of a ``case``, as the script writes it."""
-    is_pattern = not any(quote in pattern for quote in "'\"\\")
-    wanted = joined(Expander(state, line).text(pattern))
-    return matches(state, text, wanted, is_pattern=is_pattern, line=line)
+    wanted = Expander(state, line).pattern(pattern)
+    return matches(state, text, wanted, is_pattern=True, line=line)
 
 
 def arithmetic_command(state: State, source: str, line: int) -> bool | None:
@@ -209,9 +242,13 @@ def arithmetic_command(state: State, source: str, line: int) -> bool | None:
     is not known.
     """
     source = source.strip()
+    counted = _COUNTED.fullmatch(source)
+    if counted is not None:
+        source = f"{counted[2]}{counted[1]}"
     match = _ASSIGNED.fullmatch(source)
     expander = Expander(state, line)
     if match is None:
+        expander.forget_changed(source)
         try:
             return expander.number(source) != 0
         except UnknownNumber:
@@ -219,6 +256,7 @@ def arithmetic_command(state: State, source: str, line: int) -> bool | None:
     name, operation, rest = match.groups()
     operand = rest.strip() if rest.strip() else "1"
     formula = rest if operation == "=" else f"{name} {operation[0]} ({operand})"
+    expander.forget_changed(rest)
     try:
         text = (str(expander.number(formula)),)
     except UnknownNumber:

@@ -25,6 +25,7 @@ from siirl_dask.commands.migrate.bash.tree import (
     text_of,
     text_without,
     value_after,
+    words_after_target,
 )
 from siirl_dask.commands.migrate.bash.values import (
     Assumptions,
@@ -50,6 +51,9 @@ _SUCCEED = (
 )  # fmt: skip
 """Commands that are taken to succeed; of any other one it is asked where it matters."""
 _REDIRECTS = ("file_redirect", "herestring_redirect", "heredoc_redirect")
+_CHANGING_FLAGS = frozenset("ilnuA")
+"""Flags of ``declare`` by which a variable is something else than the text that it is given."""
+_NUMBERED = re.compile(r"\[[^\]]*\]\+?=")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 
 
@@ -71,7 +75,7 @@ class Evaluation:
         self.calls: list[CollectedCommand] = []
         self.notes: list[str] = []
         self._functions: dict[str, Node] = {}
-        self._locals: list[dict[str, Variable | None]] = []
+        self._locals: list[dict[str, tuple[Variable | None, bool]]] = []
         self._commands = 0
 
     def run_script(self, text: bytes) -> None:
@@ -86,7 +90,12 @@ class Evaluation:
     def _all(self, node: Node) -> bool | None:
         status: bool | None = True
         for child in node.named_children:
-            if child.type != "comment":
+            if child.type == "comment":
+                continue
+            following = child.next_sibling
+            if following is not None and following.type == "&":
+                self._apart([child])
+            else:
                 status = self._run(child)
         return status
 
@@ -118,10 +127,9 @@ class Evaluation:
                 status = self._run(node.named_children[-1])
                 return None if status is None else not status
             case "redirected_statement":
-                body = node.child_by_field_name("body")
-                return True if body is None else self._run(body)
+                return self._redirected(node)
             case "pipeline" | "subshell":
-                return self._apart(node)
+                return self._apart(node.named_children)
             case "compound_statement" if node.children and node.children[0].type == "((":
                 return arithmetic_command(self.state, text_of(node)[2:-2], line_of(node))
             case "function_definition":
@@ -129,7 +137,7 @@ class Evaluation:
             case "unset_command":
                 for token in split_source(text_of(node))[1:]:
                     for word in self._expander(node).words(token):
-                        self.state.remove(str(known(word.text)))
+                        self._unset(str(known(word.text)), line_of(node))
                 return True
             case "c_style_for_statement":
                 self.notes.append(f"line {line_of(node)}: the loop `for ((...))` is not followed")
@@ -156,18 +164,18 @@ class Evaluation:
         assert target is not None
         line = line_of(node)
         if target.type == "subscript":
-            name = text_of(target).partition("[")[0]
-            unread = Symbol(f"${{{name}[@]}}", line, variable=name)
-            self.state.assign(name, Variable((Word((unread,), line),), is_array=True))
+            self._set_elements_unknown(text_of(target).partition("[")[0], line)
             return True
         name = text_of(target)
         appends = any(child.type == "+=" for child in node.children)
         before = self.state.variables.get(name) if appends else None
         if value is not None and value.type == "array":
             inside = text_without(value, ("comment",)).strip()[1:-1]
-            words = [
-                word for token in split_source(inside) for word in self._expander(node).words(token)
-            ]
+            tokens = split_source(inside)
+            if any(_NUMBERED.match(token) for token in tokens):
+                self._set_elements_unknown(name, line)
+                return True
+            words = [word for token in tokens for word in self._expander(node).words(token)]
             if before is not None:
                 words = [*before.words, *words]
             self.state.assign(name, Variable(tuple(words), is_array=True))
@@ -177,26 +185,77 @@ class Evaluation:
 
     def _set_text(self, name: str, source: str, line: int, *, appends: bool) -> None:
         text = Expander(self.state, line).text(source)
+        if name == "IFS":
+            self.notes.append(f"line {line}: IFS is set, and words are split at white space here")
         before = self.state.variables.get(name) if appends else None
         if before is not None and before.words:
             text = joined([*before.words[0].text, *text])
         self.state.assign(name, Variable((Word(text, line),)))
 
+    def _set_elements_unknown(self, name: str, line: int) -> None:
+        unread = Symbol(f"${{{name}[@]}}", line, variable=name)
+        self.state.assign(name, Variable((Word((unread,), line),), is_array=True))
+
+    def _unset(self, name: str, line: int) -> None:
+        if "[" in name:
+            self._set_elements_unknown(name.partition("[")[0], line)
+        else:
+            self.state.remove(name)
+
     def _declare(self, node: Node) -> bool:
+        flags = {
+            letter
+            for child in node.named_children
+            if child.type == "word" and text_of(child).startswith("-")
+            for letter in text_of(child)[1:]
+        }
         makes_local = node.children[0].type in ("local", "declare", "typeset")
-        is_local = makes_local if self._locals else False
+        is_local = makes_local and "g" not in flags if self._locals else False
+        line = line_of(node)
+        # bash expands all words before it assigns any of them
+        assigned: list[tuple[str, Variable]] = []
         for child in node.named_children:
             target = child.child_by_field_name("name")
             name = text_of(child) if target is None else text_of(target)
+            if child.type in ("string", "raw_string", "concatenation"):
+                assigned += self._declared_in_quotes(child)
+                continue
             if child.type not in ("variable_assignment", "variable_name"):
                 continue
             if is_local and name not in self._locals[-1]:
-                self._locals[-1][name] = self.state.variables.get(name)
-            if child.type == "variable_assignment":
+                before = self.state.variables.get(name)
+                self._locals[-1][name] = (before, name in self.state.unset)
+            value = child.child_by_field_name("value")
+            is_text = value is None or value.type != "array"
+            appends = any(one.type == "+=" for one in child.children)
+            if child.type == "variable_name":
+                if is_local:
+                    self.state.remove(name)
+            elif not flags.isdisjoint(_CHANGING_FLAGS):
+                symbol = Symbol(" ".join(text_of(node).split()), line, variable=name)
+                assigned.append((name, Variable((Word((symbol,), line),))))
+            elif is_text and not appends and target is not None:
+                text = self._expander(child).text(value_after(child, target, False))
+                assigned.append((name, Variable((Word(text, line_of(child)),))))
+            else:
                 self._assign(child)
-            elif is_local:
-                self.state.remove(name)
+        for name, variable in assigned:
+            self.state.assign(name, variable)
         return True
+
+    def _declared_in_quotes(self, node: Node) -> list[tuple[str, Variable]]:
+        """Return what ``export "X=1"`` assigns."""
+        found: list[tuple[str, Variable]] = []
+        line = line_of(node)
+        for word in self._expander(node).words(text_of(node)):
+            text = word.text
+            first = text[0] if text and isinstance(text[0], str) else ""
+            match = _ASSIGNMENT.fullmatch(first)
+            if match is None or match[2]:
+                shown_text = " ".join(text_of(node).split())
+                raise ConfigError(f"line {line}: what `{shown_text}` declares cannot be read")
+            found.append((match[1], Variable((Word(joined([match[3], *text[1:]]), line),))))
+        return found
 
     def _if(self, node: Node) -> bool | None:
         for conditions, body in branches(node):
@@ -306,20 +365,40 @@ class Evaluation:
             status = self.state.assumptions.holds(text_of(left), line_of(left))
         return self._run(right) if status == is_and else status
 
-    def _apart(self, node: Node) -> bool | None:
-        """Run the parts of a pipeline or a subshell, whose variables are theirs alone."""
+    def _apart(self, nodes: Sequence[Node]) -> bool | None:
+        """Run the parts of a pipeline, a subshell or what runs in the background, whose variables
+        are theirs alone.
+        """
         variables = dict(self.state.variables)
         unset = set(self.state.unset)
+        positional = self.state.positional
+        functions = dict(self._functions)
         status: bool | None = True
         try:
-            for child in node.named_children:
-                if child.type != "comment":
-                    status = self._run(child)
-        except ExitSignal:
+            status = self._each([node for node in nodes if node.type != "comment"])
+        except (ExitSignal, ReturnSignal):
             status = None
-        self.state.variables = variables
-        self.state.unset = unset
+        finally:
+            self.state.variables = variables
+            self.state.unset = unset
+            self.state.positional = positional
+            self._functions = functions
         return status
+
+    def _redirected(self, node: Node) -> bool | None:
+        """Run a command with redirections, after which further words of it may stand."""
+        body = node.child_by_field_name("body")
+        more = " ".join(words_after_target(child) for child in node.children)
+        if body is None:
+            return True
+        if not more.strip():
+            return self._run(body)
+        if body.type != "command":
+            raise ConfigError(
+                f"line {line_of(node)}: words after a redirection, `{' '.join(more.split())[:60]}`, "
+                "cannot be read: put them before it"
+            )
+        return self._command(body, more)
 
     def _define(self, node: Node) -> bool:
         name = node.child_by_field_name("name")
@@ -329,8 +408,11 @@ class Evaluation:
         self._functions[text_of(name)] = body
         return True
 
-    def _command(self, node: Node) -> bool | None:
-        tokens = split_source(text_without(node, (*_REDIRECTS, "comment")))
+    def _command(self, node: Node, more: str = "") -> bool | None:
+        """Run a command; ``more`` are words of it that stand after a redirection."""
+        inside = " ".join(words_after_target(child) for child in node.children)
+        written = text_without(node, (*_REDIRECTS, "comment"))
+        tokens = split_source(f"{written} {inside} {more}")
         assignments: list[re.Match[str]] = []
         while tokens and (match := _ASSIGNMENT.fullmatch(tokens[0])):
             assignments.append(match)
@@ -371,6 +453,8 @@ class Evaluation:
                 raise ExitSignal
             case "return":
                 raise ReturnSignal
+            case "break" | "continue" if texts[:1] not in ([], ["1"]):
+                raise ConfigError(f"line {line}: `{source}` out of several loops is not followed")
             case "break":
                 raise BreakSignal
             case "continue":
@@ -388,10 +472,18 @@ class Evaluation:
             case "shift":
                 first = str(texts[0]) if texts else ""
                 count = int(first) if first.isdigit() else 1
+                if count > len(self.state.positional):
+                    return False
                 self.state.positional = self.state.positional[count:]
                 return True
             case "set" if "--" in texts:
                 self.state.positional = tuple(arguments[texts.index("--") + 1 :])
+                return True
+            case "set" if arguments and not str(texts[0]).startswith(("-", "+")):
+                self.state.positional = tuple(arguments)
+                return True
+            case "shopt" if "nocasematch" in texts:
+                self.state.ignores_case = "-s" in texts
                 return True
             case "eval":
                 return self._evaluated([word.text for word in arguments], line)
@@ -401,7 +493,7 @@ class Evaluation:
             case "read" | "mapfile" | "readarray" | "getopts":
                 for text in texts:
                     self._set_unknown(text, source, line)
-                return None if name == "getopts" else True
+                return None if name in ("getopts", "read") else True
             case "printf" if texts[:1] == ["-v"]:
                 self._set_unknown(texts[1], source, line)
                 return True
@@ -440,9 +532,12 @@ class Evaluation:
             status = None
         finally:
             self.state.positional = outer
-            for variable, before in self._locals.pop().items():
+            for variable, (before, was_unset) in self._locals.pop().items():
                 if before is None:
                     self.state.variables.pop(variable, None)
                 else:
                     self.state.variables[variable] = before
+                self.state.unset.discard(variable)
+                if was_unset:
+                    self.state.unset.add(variable)
         return status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fnmatch import fnmatchcase
 
-from siirl_dask.commands.migrate.bash.arithmetic import UnknownNumber, calculate
+from siirl_dask.commands.migrate.bash.arithmetic import CHANGES, UnknownNumber, calculate
 from siirl_dask.commands.migrate.bash.quoting import (
     after_bracket,
     after_piece,
@@ -21,6 +21,7 @@ from siirl_dask.commands.migrate.bash.values import (
     Word,
     joined,
     known,
+    lone_symbol,
 )
 from siirl_dask.errors import ConfigError
 
@@ -30,6 +31,14 @@ _PARAMETER = re.compile(
     r"(?P<operator>:?[-=+?]|##?|%%?|//?|\^\^?|,,?|:|@)?(?P<rest>.*)",
     re.DOTALL,
 )
+LITERAL = re.compile(r"\[[*?\[]\]")
+"""A letter of a pattern that stood in quotes, as ``Expander.pattern`` writes it."""
+_PIECES_IN_QUOTES = re.compile(
+    r"\\.|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\{[^}]*\}|\$\([^)]*\)", re.DOTALL
+)
+_BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
+_PLAIN = re.compile(r"[^\s$`\\\"']+")
+_PLAIN_IN_QUOTES = re.compile(r"[^$`\\\"]+")
 _ESCAPED_IN_QUOTES = '$`"\\\n'
 _LONGEST = 2**20
 """Characters of a value: a script that doubles a variable in a loop must end."""
@@ -42,8 +51,10 @@ class _Fields:
     one.
     """
 
-    def __init__(self, line: int, *, splits: bool) -> None:
+    def __init__(self, line: int, *, splits: bool, is_pattern: bool = False) -> None:
         self.words: list[Word] = []
+        self._is_pattern = is_pattern
+        self._size = 0
         self._default_line = line
         self._line = line
         self._splits = splits
@@ -51,9 +62,16 @@ class _Fields:
         self.has_no_elements = False
 
     def add(self, text: Text, *, quoted: bool, line: int | None = None) -> None:
-        """Add text to the word; quoted text is never split, and makes a word even if empty."""
+        """Add text to the word; quoted text is never split, and makes a word even if empty. In a
+        pattern quoted letters stand for themselves.
+        """
         if line is not None and text:
             self._line = line
+        if quoted and self._is_pattern:
+            text = tuple(
+                re.sub(r"[*?\[]", r"[\g<0>]", piece) if isinstance(piece, str) else piece
+                for piece in text
+            )
         if quoted or not self._splits:
             self._extend(text)
             return
@@ -69,8 +87,8 @@ class _Fields:
         if self._open is None:
             self._open = []
         self._open.extend(text)
-        size = sum(len(piece) for piece in self._open if isinstance(piece, str))
-        if size > _LONGEST:
+        self._size += sum(len(piece) for piece in text if isinstance(piece, str))
+        if self._size > _LONGEST:
             raise ConfigError(
                 f"line {self._default_line}: a value of more than {_LONGEST} characters"
             )
@@ -85,7 +103,12 @@ class _Fields:
         if self._open is not None:
             self.words.append(Word(joined(self._open), self._line))
         self._open = None
+        self._size = 0
         self._line = self._default_line
+
+    def add_plain(self, text: str) -> None:
+        """Add letters that stand outside of quotes in the script itself: they are not split."""
+        self._extend((text,))
 
 
 class Expander:
@@ -97,6 +120,8 @@ class Expander:
 
     def words(self, source: str) -> list[Word]:
         """Return the words that one word of a command becomes: none, one or several."""
+        if _BRACES.search(_PIECES_IN_QUOTES.sub("", source)):
+            return [Word((Symbol(source, self._line),), self._line)]
         fields = _Fields(self._line, splits=True)
         self._scan(source, fields, in_quotes=False)
         fields.end()
@@ -105,6 +130,14 @@ class Expander:
     def text(self, source: str) -> Text:
         """Return the text that the right side of an assignment becomes: it is not split."""
         fields = _Fields(self._line, splits=False)
+        self._scan(source, fields, in_quotes=False)
+        return self._one_text(fields)
+
+    def pattern(self, source: str) -> Text:
+        """Return the pattern that a word becomes: quoted letters stand for themselves in it, as
+        ``LITERAL`` finds them.
+        """
+        fields = _Fields(self._line, splits=False, is_pattern=True)
         self._scan(source, fields, in_quotes=False)
         return self._one_text(fields)
 
@@ -126,6 +159,13 @@ class Expander:
         if text is None:
             raise UnknownNumber("a value in it is not known")
         return calculate(text, self._number_of)
+
+    def forget_changed(self, formula: str) -> None:
+        """Take variables that a formula counts up or down for unknown from here on."""
+        for match in CHANGES.finditer(formula):
+            name = match[1] if match[1] else match[2]
+            symbol = Symbol(f"(({formula.strip()}))", self._line)
+            self._state.assign(name, Variable((Word((symbol,), self._line),)))
 
     def _number_of(self, name: str, depth: int = 0) -> int:
         variable = self._state.variables.get(name)
@@ -163,9 +203,17 @@ class Expander:
                 end = after_single_quote(source, place)
                 fields.add(joined([source[place + 1 : end - 1]]), quoted=True)
                 place = end
-            else:
-                fields.add((letter,), quoted=True if in_quotes else not letter.isspace())
+            elif letter.isspace() and not in_quotes:
+                fields.add((letter,), quoted=False)
                 place += 1
+            else:
+                run = (_PLAIN_IN_QUOTES if in_quotes else _PLAIN).match(source, place)
+                text = letter if run is None else run[0]
+                if in_quotes:
+                    fields.add((text,), quoted=True)
+                else:
+                    fields.add_plain(text)
+                place += len(text)
 
     def _in_quotes(self, inside: str, fields: _Fields) -> None:
         fields.has_no_elements = False
@@ -199,12 +247,20 @@ class Expander:
         if following == "'" and not quoted:
             end = after_single_quote(source, place + 1)
             text = source[place + 2 : end - 1]
+            if re.search(r"\\[^nt\\'\"]", text):
+                fields.add((Symbol(source[place:end], self._line),), quoted=True)
+                return end
             for code, letter in (("\\n", "\n"), ("\\t", "\t"), ("\\\\", "\\")):
                 text = text.replace(code, letter)
             fields.add(joined([text]), quoted=True)
             return end
         if following == '"' and not quoted:
             return place + 1
+        if following == "[":
+            end = source.find("]", place)
+            end = len(source) if end < 0 else end + 1
+            fields.add((Symbol(source[place:end], self._line),), quoted=quoted)
+            return end
         name = _NAME.match(source, place + 1)
         if name is not None:
             self._parameter(name[0], fields, quoted=quoted)
@@ -216,6 +272,7 @@ class Expander:
         return place + 1
 
     def _sum(self, source: str) -> Text:
+        self.forget_changed(source)
         try:
             return (str(self.number(source[3:-2])),)
         except UnknownNumber:
@@ -244,7 +301,11 @@ class Expander:
             place = 0 if index is None else self.number(index)
         except UnknownNumber:
             return (Word((Symbol(f"${{{name}[{index}]}}", self._line),), self._line),)
-        return _present(variable.words[place : place + 1])
+        first = lone_symbol(variable.words[0].text) if variable.words else None
+        if first is not None and first.source == f"${{{name}[@]}}":
+            return variable.words  # elements were set one by one, and are not known
+        place = place + len(variable.words) if place < 0 else place
+        return variable.words[place : place + 1] if place >= 0 else ()
 
     def _parameter(self, body: str, fields: _Fields, *, quoted: bool) -> None:
         """Add the value of ``${body}``."""
@@ -273,7 +334,9 @@ class Expander:
                 fields.add((self._environment(name),), quoted=quoted)
             return
         elements = [] if words is None else [*words]
-        if operator:
+        if operator == ":" and is_list:
+            elements = self._slice(elements, body, match["rest"], counts_name=name in ("@", "*"))
+        elif operator:
             elements = [
                 Word(self._changed(word.text, body, operator, match["rest"]), word.line)
                 for word in elements
@@ -283,6 +346,23 @@ class Expander:
             spaced = [piece for word in elements for piece in (" ", *word.text)][1:]
             elements = [Word(joined(spaced), elements[0].line)]
         self._add_elements(elements, fields, quoted=quoted, is_list=is_list)
+
+    def _slice(
+        self, elements: list[Word], body: str, rest: str, *, counts_name: bool
+    ) -> list[Word]:
+        """Return some elements of a list. Of the positional ones, number 0 is the script's name."""
+        first, _, length = rest.partition(":")
+        try:
+            start = self.number(first)
+            count = self.number(length) if length.strip() else None
+        except UnknownNumber:
+            return [Word((Symbol(f"${{{body}}}", self._line),), self._line)]
+        size = len(elements) + counts_name
+        start = start + size if start < 0 else start
+        if start < 0 or (count is not None and count < 0) or (counts_name and start == 0):
+            return [Word((Symbol(f"${{{body}}}", self._line),), self._line)]
+        chosen = elements[start - counts_name :]
+        return chosen if count is None else chosen[:count]
 
     def _add_elements(
         self, elements: list[Word], fields: _Fields, *, quoted: bool, is_list: bool
@@ -321,6 +401,11 @@ class Expander:
         unread = (Symbol(f"${{{body}}}", self._line),)
         if match["operator"] or match["rest"] or words is None:
             return unread
+        is_count = match["prefix"] == "#" and not {"@", "*"}.isdisjoint(
+            (match["index"], match["name"])
+        )
+        if not words and not is_count:
+            return unread
         texts = [known(self._resolved(word.text)) for word in words]
         if match["prefix"] == "#":
             if match["index"] in ("@", "*") or match["name"] in ("@", "*"):
@@ -334,10 +419,17 @@ class Expander:
         """Return a value without a prefix or suffix, with a part replaced, or in another case."""
         value = known(self._resolved(text))
         parts = split_at(rest, "/") if operator.startswith("/") else [rest]
-        argument = known(self.text(parts[0]))
+        anchor = parts[0][:1] if operator == "/" and parts[0][:1] in ("#", "%") else ""
+        argument = known(self.pattern(parts[0].removeprefix(anchor)))
         replacement = known(self.text("/".join(parts[1:])))
-        if value is None or argument is None or replacement is None:
-            return (Symbol(f"${{{body}}}", self._line),)
+        unread = (Symbol(f"${{{body}}}", self._line),)
+        if value is None or argument is None or replacement is None or "[:" in argument:
+            return unread
+        argument = argument.replace("[^", "[!")
+        if anchor:
+            return joined([_anchored(value, anchor, argument, replacement)])
+        if operator in ("^^", ",,", "^", ",") and argument:
+            return unread
         match operator:
             case "#" | "##" | "%" | "%%":
                 return joined([_trimmed(value, operator, argument)])
@@ -360,6 +452,8 @@ class Expander:
         first, _, length = rest.partition(":")
         try:
             start = self.number(first)
+            if start < -len(value):
+                return ()
             part = value[start:]
             if length:
                 count = self.number(length)
@@ -385,6 +479,15 @@ def _trimmed(value: str, operator: str, pattern: str) -> str:
     if not found:
         return value
     return value[: min(found) if operator == "%%" else max(found)]
+
+
+def _anchored(value: str, anchor: str, pattern: str, replacement: str) -> str:
+    """Return a value whose longest beginning or end that matches is replaced."""
+    operator = "##" if anchor == "#" else "%%"
+    rest = _trimmed(value, operator, pattern)
+    if rest == value and not fnmatchcase("", pattern):
+        return value
+    return replacement + rest if anchor == "#" else rest + replacement
 
 
 def _replaced(value: str, pattern: str, replacement: str, *, everywhere: bool) -> str:

@@ -33,6 +33,17 @@ def text_without(node: Node, kinds: Sequence[str]) -> str:
     return text.decode()
 
 
+def words_after_target(node: Node) -> str:
+    """Return what stands after the file of a redirection: the parser takes the words of the
+    command that follow for further files. Empty for any other node.
+    """
+    targets = [one for one in node.named_children if one.type != "file_descriptor"]
+    if node.type != "file_redirect" or len(targets) < 2:
+        return ""
+    assert node.text is not None
+    return node.text[targets[0].end_byte - node.start_byte :].decode()
+
+
 def value_after(node: Node, target: Node, appends: bool) -> str:
     """Return the word on the right of an assignment, up to its end as bash sees it: the parser
     ends some of them at a ``$``.

@@ -162,6 +162,8 @@ class State:
     unset: set[str] = field(default_factory=set)
     """Variables that the script itself removed: they are empty, not unknown."""
     positional: tuple[Word, ...] = ()
+    ignores_case: bool = False
+    """Whether patterns match letters of the other case: ``shopt -s nocasematch``."""
 
     def assign(self, name: str, variable: Variable) -> None:
         """Set a variable, unless the user gave it."""

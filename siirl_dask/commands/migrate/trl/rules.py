@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -291,8 +292,11 @@ def _set_trainer(draft: Draft) -> None:
     else:
         draft.set("trainer.schedule", schedule, "lr_scheduler_type")
     total = int(draft.entries["run.steps"].value) * _updates(draft)
-    warmup = draft.number("warmup_steps", draft.number("warmup_ratio", 0.0))
-    steps = int(warmup * total) if warmup < 1 else int(warmup)
+    ratio = draft.number("warmup_ratio", 0.0)
+    warmup = draft.number("warmup_steps", 0.0)
+    # 0 steps leave it to the ratio, and so did versions of transformers that had both
+    warmup = warmup if warmup else ratio
+    steps = math.ceil(warmup * total) if warmup < 1 else int(warmup)
     draft.set("trainer.warmup_steps", steps, "warmup_steps", "warmup_ratio")
     checkpointing = draft.flag("gradient_checkpointing", default=True)
     draft.set("trainer.gradient_checkpointing", checkpointing, "gradient_checkpointing")

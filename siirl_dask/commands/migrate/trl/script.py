@@ -21,6 +21,10 @@ _PASSED = (
     "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments", "self",
 )  # fmt: skip
 """Arguments of a reward that are no columns."""
+_CHANGE_IN_PLACE = (
+    "append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "sort", "update",
+)  # fmt: skip
+"""Methods of lists and dicts."""
 _DEEPEST = 20
 
 
@@ -105,6 +109,7 @@ class _Reader:
             arguments = function.args
             self._parsed.update(one.arg for one in (*arguments.args, *arguments.kwonlyargs))
             self._collect(function.body)
+        self._distrust_changed(function)
         passed = dict(zip(_POSITIONAL, trainer.args, strict=False))
         passed |= {one.arg: one.value for one in trainer.keywords if one.arg is not None}
         if any(one.arg is None for one in trainer.keywords):
@@ -170,6 +175,36 @@ class _Reader:
                     self._collect(node.body, certain=False)
                     self._collect(node.orelse, certain=False)
 
+    def _distrust_changed(self, function: ast.AST | None) -> None:
+        """Take names for unknown that anything but the collected assignments sets or changes."""
+        stores: dict[str, int] = {}
+        pending: list[ast.AST] = [self._tree]
+        while pending:
+            node = pending.pop()
+            is_scope = isinstance(
+                node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+            )
+            if is_scope and node is not function:
+                changed = [one for one in ast.walk(node) if isinstance(one, ast.Global)]
+                for name in (name for one in changed for name in one.names):
+                    self._assigned.setdefault(name, []).append(None)
+                continue
+            match node:
+                case ast.Name(id=name, ctx=ast.Store()):
+                    stores[name] = stores.get(name, 0) + 1
+                case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)):
+                    self._assigned.setdefault(name, []).append(None)
+                case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+                    self._assigned.setdefault(name, []).append(None)
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if (
+                    method in _CHANGE_IN_PLACE
+                ):
+                    self._assigned.setdefault(name, []).append(None)
+            pending += ast.iter_child_nodes(node)
+        for name, count in stores.items():
+            if count > len(self._assigned.get(name, [])):
+                self._assigned.setdefault(name, []).append(None)
+
     def _assign(self, target: ast.expr, value: ast.expr | None) -> None:
         is_parsed = False
         if isinstance(value, ast.Call):
@@ -196,9 +231,16 @@ class _Reader:
                 case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call() as made):
                     for one in made.keywords:
                         if one.arg == "default":
-                            self._fields[name] = one.value
+                            self._note_field(name, one.value)
                 case ast.AnnAssign(target=ast.Name(id=name), value=value) if value is not None:
-                    self._fields[name] = value
+                    self._note_field(name, value)
+
+    def _note_field(self, name: str, default: ast.expr) -> None:
+        before = self._fields.get(name)
+        if before is not None and ast.dump(before) != ast.dump(default):
+            # two classes have a field of this name: which of them is meant is not known
+            default = ast.Name(id="?", lineno=default.lineno)
+        self._fields[name] = default
 
     def _definition(self, node: ast.expr, depth: int = 0) -> ast.expr:
         """Return the expression that a name was assigned once; the node itself for any other."""
@@ -231,7 +273,7 @@ class _Reader:
                 return -number if isinstance(number, (int, float)) else unread
             case ast.BinOp(left=left, op=op, right=right):
                 return _calculated(self._value(left), op, self._value(right), unread)
-            case ast.JoinedStr(values=parts):
+            case ast.JoinedStr(values=parts) if not any(_is_formatted(part) for part in parts):
                 texts = [
                     self._value(one.value if isinstance(one, ast.FormattedValue) else one)
                     for one in parts
@@ -301,7 +343,10 @@ class _Reader:
             return unread
         match node:
             case ast.Name(id=name):
-                sources = [one for one in self._assigned.get(name, []) if one is not None]
+                assigned = self._assigned.get(name, [])
+                sources = [one for one in assigned if one is not None]
+                if len(sources) < len(assigned):
+                    return unread
                 found = [self._dataset(one, depth + 1) for one in sources if not _reads(one, name)]
                 for one in sources:
                     if _reads(one, name):
@@ -312,6 +357,7 @@ class _Reader:
             case ast.Call(args=args, keywords=keywords) if _called(node) == "load_dataset":
                 named = {one.arg: one.value for one in keywords if one.arg is not None}
                 path = self._value(args[0]) if args else self._value(named.get("path", node))
+                self._note_part(node, args, named)
                 if path in _FILES and "data_files" in named:
                     files = self._value(named["data_files"])
                     if isinstance(files, dict):
@@ -321,9 +367,22 @@ class _Reader:
             case ast.Call(func=ast.Attribute(value=value)):
                 self._note_change(node)
                 return self._dataset(value, depth + 1)
-            case ast.IfExp(body=body):
-                return self._dataset(body, depth + 1)
         return unread
+
+    def _note_part(
+        self, node: ast.Call, args: Sequence[ast.expr], named: Mapping[str, ast.expr]
+    ) -> None:
+        """Note a configuration and a slice of a dataset, which its name does not have."""
+        chosen = [*args[1:2], *(value for name, value in named.items() if name == "name")]
+        split = named.get("split")
+        if split is not None and "[" in ast.unparse(split):
+            chosen.append(split)
+        if chosen:
+            shown = ", ".join(ast.unparse(one) for one in chosen)
+            self._found.notes.append(
+                f"line {node.lineno}: load_dataset takes {shown} of the dataset: give data.url as a "
+                "table of it (`siirl-dask data import`)"
+            )
 
     def _note_change(self, node: ast.expr) -> None:
         called = _called(node) if isinstance(node, ast.Call) else ""
@@ -419,6 +478,13 @@ class _Reader:
                     self._found.put(name, value, 0)
         elif not (isinstance(defined, ast.Constant) and defined.value is None):
             self._found.put("peft_config", Unread(ast.unparse(node), node.lineno), node.lineno)
+
+
+def _is_formatted(part: ast.expr) -> bool:
+    """Return whether a part of an f-string is written in a format of its own, as {x:03d} is."""
+    if not isinstance(part, ast.FormattedValue):
+        return False
+    return part.format_spec is not None or part.conversion != -1
 
 
 def _holds(outer: ast.AST, inner: ast.AST) -> bool:

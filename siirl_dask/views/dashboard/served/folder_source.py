@@ -6,6 +6,8 @@ import threading
 import time
 from collections import OrderedDict
 
+from siirl_dask.config.secrets import redacted
+from siirl_dask.errors import SiirlError
 from siirl_dask.runs.reader import Run
 from siirl_dask.runs.samples.token_texts import tokenizer_file
 from siirl_dask.views.dashboard.reader import Held, Reader
@@ -18,6 +20,7 @@ _EVERY = 2.0  # seconds between two looks at a run that goes on
 _SELDOM = 30.0  # at one that is over: it may be resumed
 _MOST = 16  # runs that are watched
 _GONE = "gone"
+_UNREADABLE = "unreadable"
 
 
 class Looks:
@@ -35,7 +38,11 @@ class Looks:
             watcher = self._watchers.pop(url, None)
         if watcher is None:
             watcher = Watcher(url, tables=False)
-            self._tokenizers[url] = tokenizer_file(Run(url).config.model.path)
+            try:
+                self._tokenizers[url] = tokenizer_file(Run(url).config.model.path)
+            except SiirlError:
+                # a run of another version: all but its tokens' texts can be shown
+                self._tokenizers[url] = ""
         with self._lock:
             self._watchers[url] = watcher
             while len(self._watchers) > _MOST:
@@ -68,10 +75,14 @@ class FolderSource:
         held: Held[Look] = self._looks.reader.get(
             ("look", url), lambda: self._looks.look(url), soon=_EVERY, seldom=pause
         )
-        if held.value is None or held.version == self._version:
+        if held.version == self._version:
             return
         self._version = held.version
-        self._take(held.value)
+        if held.value is not None:
+            self._take(held.value)
+        elif held.error:
+            self._run.ended = RunEnding(status=_UNREADABLE, error=redacted(held.error))
+            self._run.version += 1
 
     def _take(self, look: Look) -> None:
         run = self._run

@@ -50,7 +50,9 @@ def runs_in(url: str) -> list[str]:
         return []
     except Exception as error:  # each store has errors of its own: no credentials, no connection
         raise ConfigError(f"{url!r} cannot be listed: {type(error).__name__}: {error}") from error
-    return [folder.rpartition("/")[2] for folder in found]
+    names = [folder.rpartition("/")[2] for folder in found]
+    # a browser cannot ask for a name that is no text
+    return [name for name in names if name.encode(errors="replace").decode() == name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ and requests of other sites, or to other hosts, get 403.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from socket import getfqdn, gethostname
 from typing import Any
 
 from bokeh.application import Application
@@ -22,6 +23,7 @@ from tornado.httpserver import HTTPServer
 from tornado.ioloop import IOLoop
 from tornado.web import HTTPError, RequestHandler
 
+from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, SiirlError
 from siirl_dask.runs.reader import is_run
 from siirl_dask.views.dashboard.origins import refuse_other_sites
@@ -38,6 +40,7 @@ from siirl_dask.views.report.gather import gather
 from siirl_dask.views.report.page import page as report_page
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_ANY_ADDRESS = ("0.0.0.0", "::")
 _NAME = "name"
 _TOKEN_SECONDS = 3600  # within which a page that was loaded may connect
 _LONGEST = 300  # characters of a name
@@ -96,7 +99,9 @@ class RunServer:
                 f"nothing can be served at {address}, port {port}: {error}; another --port, or none, "
                 "takes one that is free"
             ) from error
-        shown = f"[{address}]" if ":" in address else address
+        own_name = gethostname().lower()
+        shown = own_name if address in _ANY_ADDRESS else address
+        shown = f"[{shown}]" if ":" in shown else shown
         self.address = f"http://{shown}:{taken}/"
         app = BokehTornado(
             {"/run": Application(FunctionHandler(show))},
@@ -106,7 +111,8 @@ class RunServer:
             use_index=False,
             session_token_expiration=_TOKEN_SECONDS,
         )
-        refuse_other_sites(app, [], hosts=LOOPBACK if address in LOOPBACK else ())
+        names = (*LOOPBACK, address.lower(), own_name, getfqdn().lower())
+        refuse_other_sites(app, [], hosts=names)
         http = HTTPServer(app)
         http.add_sockets(sockets)
         self._server = BaseServer(IOLoop.current(), app, http)
@@ -142,6 +148,15 @@ class _RunsHandler(RequestHandler):
     def initialize(self, runs: ServedRuns) -> None:
         self.runs = runs
 
+    async def answer(self, page: Callable[[], str]) -> None:
+        """Write what ``page`` returns, or why it cannot."""
+        try:
+            self.write(await IOLoop.current().run_in_executor(None, page))
+        except SiirlError as error:
+            self.set_status(502)
+            self.set_header("Content-Type", "text/plain; charset=utf-8")
+            self.finish(f"502: {redacted(str(error))}\n")
+
     def write_error(self, status_code: int, **told: Any) -> None:
         self.set_header("Content-Type", "text/plain; charset=utf-8")
         self.finish(f"{status_code}: {self._reason}\n")
@@ -152,7 +167,7 @@ class _ListHandler(_RunsHandler):
         if self.runs.alone:
             self.redirect(run_address(self.runs.names()[0]))
             return
-        self.write(await IOLoop.current().run_in_executor(None, self._page))
+        await self.answer(self._page)
 
     def _page(self) -> str:
         return list_page(self.runs.url, self.runs.names())
@@ -163,7 +178,7 @@ class _CompareHandler(_RunsHandler):
         names = self.get_arguments(_NAME)[: MOST_COMPARED + 1]
         if not 1 <= len(names) <= MOST_COMPARED:
             raise HTTPError(400, reason=f"choose 1 to {MOST_COMPARED} runs to compare")
-        self.write(await IOLoop.current().run_in_executor(None, self._page, names))
+        await self.answer(partial(self._page, names))
 
     def _page(self, names: Sequence[str]) -> str:
         urls = [self.runs.url_of(name) for name in dict.fromkeys(names)]
