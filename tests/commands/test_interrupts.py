@@ -32,13 +32,22 @@ LONG = (
 )
 
 
+def hear_interrupts():
+    """Shells start background jobs, and so perhaps these tests, with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def interrupted(delay, *arguments):
     """Exit code, output and errors of a command that gets SIGINT so many seconds after its
     beginning.
     """
     command = [sys.executable, "-c", PROGRAM, *arguments]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_interrupts,
     ) as process:
         assert process.stderr.read(1) == "."
         time.sleep(delay)
@@ -69,7 +78,10 @@ def test_a_background_job_ignores_ctrl_c_as_its_shell_asked():
 
 
 def test_ctrl_c_is_an_exception_again_once_modules_are_imported():
-    before = signal.getsignal(signal.SIGINT)
-    with EndsAtOnce():
-        assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
+    outer = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with EndsAtOnce():
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, outer)

@@ -77,7 +77,8 @@ def test_prompts_are_counted_with_their_images_and_what_cannot_be_is_left_out(
 ):
     images = pa.array([[png(16, 16)]] * 6 + [[png(64, 64)]] + [[b"no image"]])
     config, (plan, dataset) = planned(tmp_path, folder, images, f"data.max_prompt_length={limit}")
-    (note,) = notes_on_long_prompts(config, plan, dataset)
+    on_texts, note = notes_on_long_prompts(config, plan, dataset)
+    assert "chat template" in on_texts
     assert note.startswith(said)
     assert "of 8 prompts" in note
     assert "judged by 7 of them" in note

@@ -24,6 +24,7 @@ from tests.e2e.test_resume import EXACT, ONE, STEPS, WHOLE, check_same, weights,
 
 TIMES = (
     "seconds",
+    "step_seconds",
     "bytes/",
     "samples_per_second",
     "tokens_per_second",
