@@ -143,7 +143,7 @@ def numbers(metrics):
     """The metrics, with all that they are made of, but for seconds, bytes and what tells of the
     overlap.
     """
-    apart = ("seconds/", "bytes/", "rows/")
+    apart = ("seconds/", "step_seconds", "bytes/", "rows/")
     return {name: metric for name, metric in metrics.items() if not name.startswith(apart)}
 
 

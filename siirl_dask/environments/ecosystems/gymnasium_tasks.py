@@ -150,6 +150,6 @@ class GymnasiumEnvironment:
         if not isinstance(space, gymnasium.spaces.Discrete):
             return text
         found = _NUMBER.findall(text)
-        is_readable = bool(found) and len(found[-1]) <= _MOST_DIGITS
-        number = int(found[-1]) if is_readable else None
+        last = found[-1] if found else ""
+        number = int(last) if 0 < len(last) <= _MOST_DIGITS else None
         return number if number is not None and space.contains(number) else None

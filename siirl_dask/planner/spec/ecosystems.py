@@ -68,7 +68,7 @@ class EcosystemAdapter(Protocol):
 def names_package(text: str) -> bool:
     """Return whether a text begins as the name of another package's environment does."""
     package, colon, _ = text.partition(":")
-    return bool(colon) and package.strip().replace("-", "_") in ECOSYSTEMS
+    return package.strip().replace("-", "_") in ECOSYSTEMS if colon else False
 
 
 def ecosystem_name(text: str) -> EcosystemName | None:

@@ -14,8 +14,7 @@ from typing import Any, Generic, TypeVar
 from siirl_dask.errors import SiirlError
 
 T = TypeVar("T")
-_MOST = 32  # answers that are held although nobody has asked for them lately
-_LATELY = 60.0  # seconds
+_MOST = 32  # answers that are held
 _THREADS = 3
 _LAST_SECONDS = 5.0
 _SLOW = 3.0  # seconds of reading after which the page says so
@@ -37,8 +36,6 @@ class Held(Generic[T]):
     """The tag with which it was read."""
     pause: float = 0.0
     """Seconds after which it is read again."""
-    asked_at: float = float("-inf")
-    """When it was asked for last: seconds of the monotonic clock."""
 
     @property
     def remark(self) -> str:
@@ -60,7 +57,11 @@ class Reader:
     Its methods belong to the scheduler's thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _MOST) -> None:
+        """``most`` is the number of answers that are held: those that all viewers ask for, or each
+        is read again at every look.
+        """
+        self._most = most
         self._held: OrderedDict[Hashable, Held[Any]] = OrderedDict()
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -82,7 +83,6 @@ class Reader:
         """
         held: Held[T] = self._held.setdefault(key, Held())
         self._held.move_to_end(key)
-        held.asked_at = time.monotonic()
         if tag != held.tag:
             held.pause = soon
         busy = sum(one.reading for one in self._held.values())
@@ -105,10 +105,9 @@ class Reader:
         return held
 
     def _forget_old(self) -> None:
-        """Drop the oldest answers, but none that a viewer still asks for."""
-        lately = time.monotonic() - _LATELY
-        old = [key for key, one in self._held.items() if not one.reading and one.asked_at < lately]
-        for key in old[: max(0, len(self._held) - _MOST)]:
+        """Drop the answers that were asked for the longest time ago."""
+        old = [key for key, one in self._held.items() if not one.reading]
+        for key in old[: max(0, len(self._held) - self._most)]:
             del self._held[key]
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 from bokeh.document import Document
 from tornado.ioloop import IOLoop
 
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.observe import RunFailure, Status
 from siirl_dask.views.dashboard.page import show_page
 from siirl_dask.views.dashboard.reader import Reader
@@ -26,8 +26,8 @@ HOSTILE = "<script>alert(1)</script>"
 
 
 def shown(url, empty="0 of 0"):
-    """The texts of a page that has been shown all there is of the run at ``url``; ``empty`` is on
-    one that has been shown nothing.
+    """The texts of a page that has been shown all there is of the run at ``url``; ``empty`` is a
+    part of one that has been shown nothing.
     """
     looks = Looks()
     document = Document()
@@ -151,11 +151,14 @@ def test_a_run_with_a_damaged_summary_is_a_line_of_the_list_and_not_its_end(serv
         assert "<b>" not in text
 
 
-def test_a_run_that_cannot_be_read_says_why_on_its_page(tmp_path):
-    url = whole_run(tmp_path / "run")
-    (tmp_path / "run" / "metrics.jsonl").write_text("[1, 2]\n")
-    state, _ = shown(url, empty="training</span>")
+def test_a_run_that_cannot_be_read_says_why_on_its_page(tmp_path, monkeypatch):
+    def look(looks, url):
+        raise DataError(f"line 3 of {url} is damaged {HOSTILE}")
+
+    monkeypatch.setattr(Looks, "look", look)
+    state, _ = shown(whole_run(tmp_path / "run"), empty="has not said")
     assert "unreadable" in state
+    assert "is damaged &lt;script&gt;" in state
 
 
 def test_code_beside_a_run_does_not_run_when_it_is_looked_at(tmp_path):
@@ -171,7 +174,7 @@ def test_code_beside_a_run_does_not_run_when_it_is_looked_at(tmp_path):
 
 
 def test_answers_that_viewers_ask_for_are_not_read_again_at_each_look():
-    reader = Reader()
+    reader = Reader(64)
     reads = []
     for _ in range(10):
         for key in range(40):

@@ -210,7 +210,9 @@ class Evaluation:
             for letter in text_of(child)[1:]
         }
         makes_local = node.children[0].type in ("local", "declare", "typeset")
-        is_local = makes_local and "g" not in flags if self._locals else False
+        is_local = bool(self._locals) if makes_local else False
+        if "g" in flags:
+            is_local = False
         line = line_of(node)
         # bash expands all words before it assigns any of them
         assigned: list[tuple[str, Variable]] = []
@@ -226,7 +228,7 @@ class Evaluation:
                 before = self.state.variables.get(name)
                 self._locals[-1][name] = (before, name in self.state.unset)
             value = child.child_by_field_name("value")
-            is_text = value is None or value.type != "array"
+            is_array = False if value is None else value.type == "array"
             appends = any(one.type == "+=" for one in child.children)
             if child.type == "variable_name":
                 if is_local:
@@ -234,7 +236,7 @@ class Evaluation:
             elif not flags.isdisjoint(_CHANGING_FLAGS):
                 symbol = Symbol(" ".join(text_of(node).split()), line, variable=name)
                 assigned.append((name, Variable((Word((symbol,), line),))))
-            elif is_text and not appends and target is not None:
+            elif not is_array and not appends and target is not None:
                 text = self._expander(child).text(value_after(child, target, False))
                 assigned.append((name, Variable((Word(text, line_of(child)),))))
             else:

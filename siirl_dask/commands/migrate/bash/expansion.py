@@ -401,10 +401,8 @@ class Expander:
         unread = (Symbol(f"${{{body}}}", self._line),)
         if match["operator"] or match["rest"] or words is None:
             return unread
-        is_count = match["prefix"] == "#" and not {"@", "*"}.isdisjoint(
-            (match["index"], match["name"])
-        )
-        if not words and not is_count:
+        of_all = not {"@", "*"}.isdisjoint((match["index"], match["name"]))
+        if not words and (match["prefix"] != "#" or not of_all):
             return unread
         texts = [known(self._resolved(word.text)) for word in words]
         if match["prefix"] == "#":

@@ -484,7 +484,7 @@ def _is_formatted(part: ast.expr) -> bool:
     """Return whether a part of an f-string is written in a format of its own, as {x:03d} is."""
     if not isinstance(part, ast.FormattedValue):
         return False
-    return part.format_spec is not None or part.conversion != -1
+    return True if part.format_spec is not None else part.conversion != -1
 
 
 def _holds(outer: ast.AST, inner: ast.AST) -> bool:

@@ -19,6 +19,7 @@ from siirl_dask.views.watch.look import Life, Look, Watcher
 _EVERY = 2.0  # seconds between two looks at a run that goes on
 _SELDOM = 30.0  # at one that is over: it may be resumed
 _MOST = 16  # runs that are watched
+_MOST_ANSWERS = 256  # of a dozen for each viewer
 _GONE = "gone"
 _UNREADABLE = "unreadable"
 
@@ -27,7 +28,7 @@ class Looks:
     """Looks at runs for all viewers together."""
 
     def __init__(self) -> None:
-        self.reader = Reader()
+        self.reader = Reader(_MOST_ANSWERS)
         self._watchers: OrderedDict[str, Watcher] = OrderedDict()
         self._tokenizers: dict[str, str] = {}
         self._lock = threading.Lock()
