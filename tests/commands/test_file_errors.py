@@ -80,11 +80,14 @@ def test_a_place_of_another_user_is_named(arguments, run, tmp_path):
     assert str(run) in sentence(done)
 
 
-@pytest.mark.parametrize("command", ["report", "trace"])
+@pytest.mark.parametrize("command", ["report", "trace", "migrate"])
 def test_a_folder_that_is_not_there_is_not_made_for_one_file(command, run, tmp_path):
     to = tmp_path / "misspelt" / "file"
+    verl = tmp_path / "verl.yaml"
+    verl.write_text("actor_rollout_ref: {rollout: {n: 4}}\n")
+    source = str(verl) if command == "migrate" else str(run)
     done = subprocess.run(
-        [*COMMAND, command, str(run), "-o", str(to)], capture_output=True, text=True, timeout=100
+        [*COMMAND, command, source, "-o", str(to)], capture_output=True, text=True, timeout=100
     )
     assert f"there is no folder '{to.parent}'" in sentence(done)
     assert not to.parent.exists()

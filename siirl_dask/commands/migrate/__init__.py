@@ -137,6 +137,8 @@ def show_migration(chosen: argparse.Namespace) -> None:
         print(done.text, end="")
     else:
         path = Path(chosen.out)
+        if not path.parent.is_dir():
+            raise ConfigError(f"--out {path}: there is no folder {str(path.parent)!r}")
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(done.text)
@@ -145,5 +147,5 @@ def show_migration(chosen: argparse.Namespace) -> None:
                 f"--out {path}: it exists already; give another name, or remove it"
             ) from error
         except OSError as error:
-            raise ConfigError(f"--out {path}: {error}") from error
+            raise ConfigError(f"--out {path}: it cannot be written: {error.strerror}") from error
     print(done.report, file=sys.stderr)
