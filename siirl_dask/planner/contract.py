@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from siirl_dask.errors import PlanError, did_you_mean
@@ -275,13 +275,17 @@ def options_of(fn: Any) -> Mapping[str, Any]:
 
 def all_options(fn: Any) -> dict[str, Any]:
     """Return the bound options over the defaults of keyword-only parameters."""
-    parameters = inspect.signature(bare(fn)).parameters.values()
-    defaults = {
+    return {**_keyword_defaults(bare(fn)), **options_of(fn)}
+
+
+@lru_cache(maxsize=1024)
+def _keyword_defaults(fn: NodeFn) -> dict[str, Any]:
+    """Return the defaults of a function's keyword-only parameters. A plan asks a thousand times."""
+    return {
         p.name: p.default
-        for p in parameters
+        for p in inspect.signature(fn).parameters.values()
         if p.kind is p.KEYWORD_ONLY and p.default is not p.empty
     }
-    return {**defaults, **options_of(fn)}
 
 
 def check_options(fn: Any, options: Mapping[str, Any], label: str) -> None:

@@ -189,14 +189,14 @@ class EngineTests(WeightStreamTests):
         self, engine: RolloutEngine, model: PreTrainedModel
     ) -> None:
         end = model.generation_config.eos_token_id
-        samples = engine.generate(_prompts(128), list(range(128)), Sampling(max_tokens=32))
+        samples = engine.generate(_prompts(48), list(range(48)), Sampling(max_tokens=16))
         for sample in samples:
             assert len(sample.logprobs) == len(sample.token_ids)
             if sample.finish_reason is FinishReason.STOP:
                 assert sample.token_ids.index(end) == len(sample.token_ids) - 1
             else:
                 assert end not in sample.token_ids
-                assert len(sample.token_ids) == 32
+                assert len(sample.token_ids) == 16
         assert {sample.finish_reason for sample in samples} == {
             FinishReason.STOP,
             FinishReason.LENGTH,

@@ -3,6 +3,7 @@ removed.
 """
 
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from uuid import uuid4
@@ -125,6 +126,12 @@ EVERY = st.integers(0, 12)
 STEPS = st.integers(0, 40)
 
 
+@cache
+def with_checkpoints(every):
+    """Once for all examples: to load a configuration takes more than the rest of them."""
+    return config_and_dag("memory://", f"checkpoint.every={every}")
+
+
 @given(
     every=EVERY,
     logged=STEPS,
@@ -139,8 +146,8 @@ def test_steps_are_done_anew_only_where_no_checkpoint_ought_to_be_there(
     have been saved.
     """
     url = f"memory://{uuid4().hex}/run"
-    config, dag = config_and_dag(url, f"checkpoint.every={every}")
-    write_identity(config, dag, replace=False)
+    config, dag = with_checkpoints(every)
+    write_identity(replace(config, run=replace(config.run, url=url)), dag, replace=False)
     log = MetricsLog(url)
     for step in range(1, logged + 1):
         log.write({"step": step, "phase": "train", "seconds": 1.0, "metrics": {}})

@@ -24,8 +24,9 @@ from omegaconf import OmegaConf
 from siirl_dask.config import Config
 from siirl_dask.config.file.agents import merged_agents, whole_agents
 from siirl_dask.config.file.cluster_spec import ClusterSpec, read_cluster_spec
-from siirl_dask.config.file.coerce import config_of, defaults, escaped, plain, resolved
+from siirl_dask.config.file.coerce import config_of, defaults, escaped, plain
 from siirl_dask.config.file.foreign import foreign_value, foreign_values
+from siirl_dask.config.file.interpolation import Interpolations
 from siirl_dask.config.file.layers import (
     AGENTS,
     GROUPS,
@@ -153,14 +154,14 @@ def _assemble(layers: Sequence[Layer], name: str) -> ConfigFile:
     for layer in layers:
         check_keys(layer)
     values, nodes, validation = _merged(layers)
-    tree = OmegaConf.create({**values, "nodes": nodes.items, "validation_nodes": validation.items})
-    config = config_of(tree, values, _origins(layers), name)
+    parts = Interpolations({**values, "nodes": nodes.items, "validation_nodes": validation.items})
+    config = config_of(parts, values, _origins(layers), name)
     for group, checked in plain(config).items():
-        if checked != values[group]:  # wrapping a placement of a thousand workers takes a while
-            tree[group] = escaped(checked)  # interpolation in the DAG sees the checked values
-    training_nodes = resolved(tree, "nodes", name)
-    validation_nodes = resolved(tree, "validation_nodes", name)
-    roles = _container(resolved(tree, "roles", name), dict, "roles", name)
+        if checked != values[group]:
+            parts.replace(group, escaped(checked))  # interpolations in the DAG see checked values
+    training_nodes = parts.resolved("nodes", name)
+    validation_nodes = parts.resolved("validation_nodes", name)
+    roles = _container(parts.resolved("roles", name), dict, "roles", name)
     removed = _removed_roles(layers)
     return ConfigFile(
         config,

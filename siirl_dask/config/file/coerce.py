@@ -8,12 +8,10 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import StrEnum
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
-
 from siirl_dask.coerce import Coercer, field_types
 from siirl_dask.config import Config
-from siirl_dask.config.file.layers import AGENTS, GROUPS, first_line, key_hint
+from siirl_dask.config.file.interpolation import Interpolations
+from siirl_dask.config.file.layers import AGENTS, GROUPS
 from siirl_dask.errors import ConfigError
 
 _coerce = Coercer(ConfigError)
@@ -26,10 +24,10 @@ def defaults(kind: type[Any]) -> dict[str, Any]:
 
 
 def config_of(
-    tree: DictConfig, raw: Mapping[str, Any], origins: Mapping[str, str], path: str
+    parts: Interpolations, raw: Mapping[str, Any], origins: Mapping[str, str], path: str
 ) -> Config:
-    """Return the Config of ``tree``, which OmegaConf made of ``raw``. ConfigError for a missing
-    or wrong value.
+    """Return the Config of ``parts``, which were made of ``raw``. ConfigError for a missing or
+    wrong value.
     """
     if missing := [
         f"{group}.{key}" for group in GROUPS for key, value in raw[group].items() if value == "???"
@@ -41,12 +39,12 @@ def config_of(
     groups = {}
     for group, kind in GROUPS.items():
         hints = field_types(kind)
-        values = resolved(tree, group, path)
+        values = parts.resolved(group, path)
         where = {key: f"{origins.get(f'{group}.{key}', path)}: {group}.{key}" for key in values}
         typed = {key: _coerce(value, hints[key], where[key]) for key, value in values.items()}
         groups[group] = _checked(kind, typed, path)
     hint = field_types(Config)[AGENTS]
-    groups[AGENTS] = _coerce(resolved(tree, AGENTS, path), hint, f"{path}: {AGENTS}")
+    groups[AGENTS] = _coerce(parts.resolved(AGENTS, path), hint, f"{path}: {AGENTS}")
     config: Config = _checked(Config, groups, path)
     return config
 
@@ -56,30 +54,6 @@ def _checked(kind: type[Any], values: Mapping[str, Any], path: str) -> Any:
         return kind(**values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-
-
-def resolved(tree: DictConfig, key: str, path: str) -> Any:
-    """Return the part of the tree under ``key`` as plain data; None if there is none."""
-    part = tree.get(key)
-    try:
-        return (
-            OmegaConf.to_container(part, resolve=True, throw_on_missing=True)
-            if OmegaConf.is_config(part)
-            else part
-        )
-    except (OmegaConfBaseException, RecursionError) as error:
-        place = getattr(error, "full_key", None) or key
-        hint = ""
-        if isinstance(error, InterpolationKeyError) and (
-            wanted := re.search(r"'(.*)'", str(error))
-        ):
-            hint = key_hint(wanted[1])
-        text = (
-            "its interpolation never ends"
-            if isinstance(error, RecursionError)
-            else first_line(error)
-        )
-        raise ConfigError(f"{path}: {place}: {text}{hint}") from error
 
 
 def plain(value: Any) -> Any:

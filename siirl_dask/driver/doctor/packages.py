@@ -46,8 +46,10 @@ def refuse_older() -> None:
     A newer one passes: what it lacks, if anything, is not known. The doctor names both.
     """
     for needed in _project().needed:
+        if needed.name not in _REFUSED_IF_OLDER:
+            continue
         found = version(needed.name)
-        if needed.name not in _REFUSED_IF_OLDER or found is None:
+        if found is None:
             continue
         least = SpecifierSet(
             ",".join(str(each) for each in needed.specifier if each.operator == ">=")

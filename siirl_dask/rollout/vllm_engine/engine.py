@@ -65,6 +65,9 @@ from siirl_dask.rollout.vllm_engine.token_choice import (  # noqa: E402
 
 logger = logging.getLogger("siirl_dask.rollout")
 
+_OPEN: weakref.WeakSet[VllmEngine] = weakref.WeakSet()
+"""Engines that have begun to start and were not closed."""
+
 
 class VllmEngine(MergesAdapters, HoldsNoGroups):
     """A RolloutEngine over ``vllm.LLM``. ConfigError when vLLM cannot run the model in
@@ -113,7 +116,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         with vllm_process.named_stages(device.stage):
             self._llm = self._start(model, settings, given_options(rollout, device), device.kind)
         # also where nobody calls close()
-        self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)
+        self._finish = weakref.finalize(self, _shut_down, self._llm, self._world, self._on_cpu)
         self.routing = needed_routing(model.path) if rollout.router_replay else None
         self._routes = None if self.routing is None else VllmRoutes(self._llm, self.routing)
         self.context_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
@@ -222,6 +225,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
     def close(self) -> None:
         """Free the weights and the KV cache; the engine cannot be used any more."""
         self._finish()
+        _OPEN.discard(self)
         if hasattr(self, "_llm"):
             del self._llm, self._sleep
             gc.collect()  # an engine and its parts know each other
@@ -232,8 +236,9 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         """Build vLLM in a world of process groups of its own. ConfigError, naming ``options``,
         when it cannot run.
         """
-        # one that was forgotten, in a run that failed on this worker, is closed by this
-        gc.collect()
+        if _OPEN:  # perhaps forgotten, in a run that failed on this worker: this closes it
+            gc.collect()
+        _OPEN.add(self)
         # until it is closed: vLLM collects five times as it starts, through all that was imported
         gc.freeze()
         if model_parallel_is_initialized():
@@ -333,8 +338,9 @@ def _build(path: str, settings: Mapping[str, Any]) -> LLM:
     return llm
 
 
-def _shut_down(llm: LLM, world: EngineWorld) -> None:
-    with world.entered(), vllm_process.untouched():
+def _shut_down(llm: LLM, world: EngineWorld, on_cpu: bool) -> None:
+    collections = vllm_process.no_collections() if on_cpu else nullcontext()
+    with world.entered(), vllm_process.untouched(), collections:
         llm.llm_engine.engine_core.shutdown()
 
 

@@ -106,6 +106,7 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
+@cache
 def _version(name: str) -> str | None:
     try:
         # 2.13.0+cpu beside 2.13.0+cu126: a login node and its GPUs
