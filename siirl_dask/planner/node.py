@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from enum import StrEnum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from siirl_dask.errors import PlanError, did_you_mean
@@ -67,7 +67,7 @@ class Role:
         label = f"{self.at}: role {self.name!r}" if self.at else f"role {self.name!r}"
         check_options(bare(self.build), options_of(self.build), label)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Text that is equal for equal roles, written in YAML or in Python."""
         return canonical_text({"name": self.name, "build": self.build})
@@ -210,10 +210,10 @@ class Node:
         """
         return None if self.contract.carries is None else f"{STAGES}/{self.name}.kept"
 
-    @property
+    @cached_property
     def contract(self) -> Contract:
         """Contract of the function with its options, and with the node's own ``reads`` and
-        ``writes``.
+        ``writes``. A plan asks for it a hundred times.
         """
         declared = contract_of(self.fn)
         reads = declared.reads if self.reads is None else tuple(self.reads)
@@ -236,6 +236,9 @@ class Node:
         tensors = None if stream.tensors is None else partial(stream.tensors, **self.options)
         return partial(stream.tables, **self.options), tensors
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # nothing cached
+
     def try_options(self) -> None:
         """Raise PlanError if the node's options fail the trial that its function declares."""
         trial = self.contract.trial
@@ -253,7 +256,7 @@ class Node:
         """Text that is equal for equal nodes, written in YAML or in Python."""
         contract = self.contract
         writes = {f.name: str(f.type) for f in contract.writes}
-        fields = (
+        parts = (
             self.name,
             self.fn,
             self.role,
@@ -267,7 +270,7 @@ class Node:
             writes,
             self.lag,
         )
-        return canonical_text(fields)
+        return canonical_text(parts)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Node) and self.key == other.key
