@@ -57,7 +57,7 @@ def written(tmp_path, *words, rows=1000):
     return path, done
 
 
-def test_a_script_of_literals_plans_and_trains(tmp_path, script, capsys):
+def test_a_script_of_literals_plans_and_trains(tmp_path, script, capsys, cluster_address):
     path, done = written(tmp_path, script("trl_grpo"))
     config = load(path)
     assert (config.data.batch_size, config.rollout.n, config.algorithm.minibatches) == (16, 4, 2)
@@ -68,7 +68,8 @@ def test_a_script_of_literals_plans_and_trains(tmp_path, script, capsys):
     assert (config.trainer.lr, config.trainer.schedule) == (2e-3, "constant")
     assert not [name for name, fate in done.fates.items() if fate.lost]
     assert "give num_processes=N" in done.report
-    main(["run", str(path), "data.max_prompt_length=32", "observe.plot=false"])
+    settings = ["data.max_prompt_length=32", "observe.plot=false"]
+    main(["run", str(path), *settings, f"cluster.address={cluster_address}"])
     assert "step 2/2" in capsys.readouterr().out
 
 
