@@ -39,7 +39,7 @@ def _ignore(record: Record) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class RunCaller:
     """What the caller of a run brings."""
 
     client: Client | None = None

@@ -35,7 +35,7 @@ from siirl_storage.files import absolute
 from siirl_dask.config import Config
 from siirl_dask.coordinator.content import CONTENT, TOKEN, content_digest
 from siirl_dask.datasets.partitions import StagedPartition, common_schema, stage_partition
-from siirl_dask.driver.caller import Caller, scheduler_address
+from siirl_dask.driver.caller import RunCaller, scheduler_address
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.driver.recovery.resume import ResumePoint
 from siirl_dask.errors import ConfigError, DataError, UserError, counted
@@ -70,7 +70,7 @@ class Collection:
                 f"data={data!r:.100}: expected a dask.dataframe, a bag of dicts, or a list of "
                 "delayed values or futures of Arrow tables, each at least of one partition"
             )
-        return Collection(list(partitions), tokenize(*partitions))
+        return Collection(list(partitions), tokenize(list(partitions)))
 
     def stage(
         self, client: Client, url: str, prompt: str, check: Callable[[], None]
@@ -108,7 +108,12 @@ def _submitted(client: Client, partition: Any, url: str, prompt: str) -> Future[
 
 
 def write_dataset(
-    caller: Caller, config: Config, resume: ResumePoint, *, force: bool, note: Callable[[str], None]
+    caller: RunCaller,
+    config: Config,
+    resume: ResumePoint,
+    *,
+    force: bool,
+    note: Callable[[str], None],
 ) -> None:
     """Write the caller's collection as the table at ``data.url``, unless that is there already.
 
@@ -132,7 +137,9 @@ def write_dataset(
     note(f"data       writing {count} of the collection to {url}")
     staged = collection.stage(client, url, config.data.prompt, caller.stop.check)
     parts = [one.part for one in staged if one.part is not None]
-    may_replace = force or resume.fresh or (not resume.exists and _is_in_run(url, config))
+    may_replace = force or resume.fresh
+    if not resume.exists and _is_in_run(url, config):
+        may_replace = True
     try:
         schema = _schema_of(staged)
         content = content_digest(schema, parts)
@@ -250,8 +257,9 @@ def _is_of(table: Snapshot, token: str) -> bool:
     """Return whether the table was written of the collection, and has the rows of then: none were
     appended.
     """
-    content = content_digest(table.schema, table.parts)
-    return table.properties.get(TOKEN) == token and table.properties[CONTENT] == content
+    if table.properties.get(TOKEN) != token:
+        return False
+    return table.properties[CONTENT] == content_digest(table.schema, table.parts)
 
 
 def _is_in_run(url: str, config: Config) -> bool:

@@ -11,7 +11,7 @@ from functools import partial
 from distributed import Client
 
 from siirl_dask.config import Config, TrainerConfig
-from siirl_dask.driver.caller import Caller
+from siirl_dask.driver.caller import RunCaller
 from siirl_dask.driver.checks.number_type import OpenTypes
 from siirl_dask.driver.checks.preflight import Checked, check
 from siirl_dask.driver.checks.reachable import check_reachable
@@ -55,7 +55,7 @@ class Job:
     models: Models
     fresh: bool
     force: bool
-    caller: Caller = field(default_factory=Caller)
+    caller: RunCaller = field(default_factory=RunCaller)
     open_types: OpenTypes | None = None
     """The run before ``model.dtype=auto`` was decided, and what was; None where no model had
     that type."""

@@ -15,7 +15,7 @@ from siirl_storage.files import absolute
 from siirl_dask.config import Config, Dtype, Engine
 from siirl_dask.config.file import ConfigSource
 from siirl_dask.config.secrets import redacted
-from siirl_dask.driver.caller import Caller
+from siirl_dask.driver.caller import RunCaller
 from siirl_dask.driver.checks.number_type import OpenTypes, expected_dtype, is_open
 from siirl_dask.driver.checks.preflight import check, check_observation
 from siirl_dask.driver.checks.reachable import check_models_here
@@ -101,13 +101,13 @@ def run(
             "siirl_dask.submit, whose handle can be awaited"
         )
     requested = requested_run(config, dag, validation, data_url=None if data is None else DATA_URL)
-    caller = Caller(client=client, data=data)
+    caller = RunCaller(client=client, data=data)
     return train(requested, caller, fresh=fresh, force=force, command=command)
 
 
 def train(
     requested: RequestedRun,
-    caller: Caller,
+    caller: RunCaller,
     *,
     fresh: bool = False,
     force: bool = False,

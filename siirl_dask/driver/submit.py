@@ -15,7 +15,7 @@ from distributed import Client
 from siirl_storage import open_fs
 
 from siirl_dask.config.file import ConfigSource
-from siirl_dask.driver.caller import Caller, StopRequest, scheduler_address
+from siirl_dask.driver.caller import RunCaller, StopRequest, scheduler_address
 from siirl_dask.driver.feed import RunFeed
 from siirl_dask.driver.handle import RunHandle
 from siirl_dask.driver.remote_stop import AFTER_STEP, AT_ONCE, send
@@ -56,7 +56,7 @@ def submit(
     requested = replace(requested, config=replace(requested.config, observe=quiet))
     feed = RunFeed()
     stop = StopRequest()
-    caller = Caller(client=client, data=data, stop=stop, on_record=feed.add)
+    caller = RunCaller(client=client, data=data, stop=stop, on_record=feed.add)
     caller.on_its_cluster(requested.config)
     handle = RunHandle(requested.config.run.url, feed, partial(_stop_here, stop))
     arguments = {"fresh": fresh, "force": force}
@@ -81,7 +81,7 @@ def attach(url: str, client: Client | None = None) -> RunHandle:
 
 
 def _train(
-    requested: RequestedRun, caller: Caller, feed: RunFeed, *, fresh: bool, force: bool
+    requested: RequestedRun, caller: RunCaller, feed: RunFeed, *, fresh: bool, force: bool
 ) -> None:
     """Train in this thread, and tell the feed how it ended."""
     try:

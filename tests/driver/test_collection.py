@@ -17,7 +17,7 @@ from siirl_storage import create_table, open_table
 
 from siirl_dask.config import Config, DataConfig, DataSource, RunConfig
 from siirl_dask.coordinator.content import CONTENT, content_digest
-from siirl_dask.driver.caller import Caller
+from siirl_dask.driver.caller import RunCaller
 from siirl_dask.driver.collection import write_dataset
 from siirl_dask.driver.recovery.resume import ResumePoint
 from siirl_dask.errors import ConfigError, DataError
@@ -41,7 +41,7 @@ def config(tmp_path):
 
 def write(config, client, data, *, force=False, resume=None):
     said = []
-    caller = Caller(client=client, data=data)
+    caller = RunCaller(client=client, data=data)
     write_dataset(caller, config, resume or ResumePoint(), force=force, note=said.append)
     return open_table(config.data.url), said[-1]
 

@@ -257,7 +257,7 @@ def _client_of_another(
             time.sleep(_INTERVAL)
 
 
-def _client(address: str, timeout: float, security: Security | None) -> Client:
+def _client(address: str | None, timeout: float, security: Security | None) -> Client:
     """Return a client of the scheduler at ``address``. One with the certificates of the caller's
     own client does not take that one's place as Dask's default.
     """
