@@ -3,6 +3,8 @@ things: on a cluster of the caller's, also one whose certificates are in memory 
 """
 
 import asyncio
+import re
+from pathlib import Path
 
 import dask.bag
 import pyarrow as pa
@@ -145,3 +147,25 @@ def test_a_run_is_a_handle_in_an_event_loop_with_certificates_in_memory(
         steps = asyncio.run(work(cluster))
     assert steps == list(range(1, len(steps) + 1))
     assert siirl_dask.open_run(url).summary.status == "interrupted"
+
+
+def of_page(opening):
+    """Return the code block of the page of configurations that begins with a line."""
+    text = Path(__file__).parents[2].joinpath("docs", "configuration.md").read_text()
+    return re.search(rf"```\w+\n{re.escape(opening)}\n(.*?)```", text, re.DOTALL)[1]
+
+
+def test_the_script_of_the_page_trains_what_hydra_composes(digits_task, cluster_address, tmp_path):
+    """Hydra itself is not installed here: it gives the script such a DictConfig."""
+    composed = OmegaConf.create(of_page("# conf/experiment.yaml"))
+    composed.paths = {"runs": str(tmp_path), "task": str(digits_task.train.parent)}
+    composed.train.cluster = {"address": cluster_address, "workers": 1, "placement": {}}
+    composed.train.run.steps = 1
+    composed.train.model.path = str(digits_task.model)
+    composed.train.data |= {"url": str(digits_task.train), "batch_size": 8, "prepare": None}
+    composed.train.validation = {"url": None, "test_url": None}
+    composed.train.rollout = {"engine": "transformers", "n": 4}
+    script: dict[str, object] = {"__name__": "train"}
+    exec(compile(of_page("# train.py"), "train.py", "exec"), script)
+    script["train"](composed)
+    assert siirl_dask.open_run(str(tmp_path / "hydra")).steps == [1]
