@@ -137,8 +137,8 @@ def write_dataset(
     note(f"data       writing {count} of the collection to {url}")
     staged = collection.stage(client, url, config.data.prompt, caller.stop.check)
     parts = [one.part for one in staged if one.part is not None]
-    may_replace = force or resume.fresh
-    if not resume.exists and _is_in_run(url, config):
+    may_replace = force
+    if resume.fresh or (not resume.exists and _is_in_run(url, config)):
         may_replace = True
     try:
         schema = _schema_of(staged)
