@@ -26,7 +26,7 @@ _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*'(role|content)'\s*:""")
 
 @dataclass(frozen=True, slots=True)
 class StagedPartition:
-    """What the driver learns of a partition: no row of it."""
+    """A partition as the driver learns of it: without a row."""
 
     part: Part | None
     """The part that was written; None for a partition without rows."""

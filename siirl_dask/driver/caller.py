@@ -1,5 +1,5 @@
-"""What the caller of a run brings besides configuration and DAG: a Dask client, a collection as
-the dataset, and the means to follow the run and to end it.
+"""The caller of a run brings more than configuration and DAG: a Dask client, a collection as the
+dataset, and the means to follow the run and to end it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _ignore(record: Record) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunCaller:
-    """What the caller of a run brings."""
+    """A client, a dataset, and the means to follow a run and to end it."""
 
     client: Client | None = None
     """A client of the cluster to train on. The run has one of its own there, with the same

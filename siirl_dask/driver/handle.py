@@ -26,7 +26,7 @@ Cancel = Callable[[bool], None]
 
 
 class RunStatus(StrEnum):
-    """What a run is doing."""
+    """State of a run."""
 
     STARTING = "starting"
     """No step is done yet."""
@@ -56,7 +56,7 @@ class RunHandle:
 
     @property
     def status(self) -> RunStatus:
-        """What the run is doing now."""
+        """State of the run now."""
         end = self._feed.end
         if end.done():
             error = end.exception()
