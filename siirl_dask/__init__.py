@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from siirl_dask.config.file import load
     from siirl_dask.context import Context
     from siirl_dask.driver.run import run
+    from siirl_dask.driver.submit import attach, submit
     from siirl_dask.planner import DAG, Node, Role, Rows, columns
     from siirl_dask.recipes.agents import agents
     from siirl_dask.recipes.dapo import dapo
@@ -39,6 +40,7 @@ __all__ = [
     "Role",
     "Rows",
     "agents",
+    "attach",
     "columns",
     "dapo",
     "grpo",
@@ -47,6 +49,7 @@ __all__ = [
     "open_run",
     "ppo",
     "run",
+    "submit",
     "turns",
 ]
 _PUBLISHED_BY = {
@@ -56,11 +59,12 @@ _PUBLISHED_BY = {
     "main": "siirl_dask.commands.script",
     "open_run": "siirl_dask.runs.reader",
     "run": "siirl_dask.driver.run",
+    **dict.fromkeys(("attach", "submit"), "siirl_dask.driver.submit"),
     **dict.fromkeys(("DAG", "Node", "Role", "Rows", "columns"), "siirl_dask.planner"),
     **{name: f"siirl_dask.recipes.{name}" for name in ("agents", "dapo", "grpo", "ppo", "turns")},
 }
 
-_WITH_TORCH = ("agents", "dapo", "grpo", "ppo", "run", "turns")
+_WITH_TORCH = ("agents", "attach", "dapo", "grpo", "ppo", "run", "submit", "turns")
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ inferred: an empty partition is normal, and Arrow would call its columns ``null`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
@@ -15,6 +16,7 @@ import pyarrow as pa
 
 Schema: TypeAlias = pa.Schema
 DataType: TypeAlias = pa.DataType
+_INDEX = re.compile(r"__(null_dask_index|index_level_\d+)__")
 
 ROW_ID = "row_id"
 """int64. Position in the step's global batch: prompt position, after the rollout ``position * n
@@ -228,6 +230,13 @@ def is_blob(kind: DataType) -> bool:
     """
     parts = [kind.field(index).type for index in range(kind.num_fields)]
     return any(map(is_blob, parts)) if parts else "binary" in str(kind)
+
+
+def is_index_column(name: str) -> bool:
+    """Return whether a column is the row index of a dataframe without a name of its own, which
+    pandas and Dask write into Parquet files: it is no column of the data.
+    """
+    return _INDEX.fullmatch(name) is not None
 
 
 def decoded(kind: DataType, leaf: Callable[[DataType], DataType] = lambda kind: kind) -> DataType:

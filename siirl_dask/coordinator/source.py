@@ -23,6 +23,7 @@ from siirl_dask.schema import (
     SOURCE_NAME,
     TYPES,
     decoded,
+    is_index_column,
     with_large_offsets,
 )
 
@@ -207,12 +208,18 @@ def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
 
     Texts, binary values and lists have offsets of 64 bits, whatever the files have: samples of a
     prompt repeat it. Dictionaries (pandas' categories), views (polars' texts, lists) and runs are
-    decoded.
+    decoded. Index columns of dataframes are left out.
 
     DataError when a column is missing, has a reserved name, or has a type that cannot move between
     workers.
     """
-    schema = pa.schema([field.with_type(decoded(field.type)) for field in schema])
+    schema = pa.schema(
+        [
+            field.with_type(decoded(field.type))
+            for field in schema
+            if not is_index_column(field.name)
+        ]
+    )
     fields = {name: TYPES[name] for name in _OWN}
     paths = {PROMPT: source.prompt, ANSWER: source.answer}
     fields |= {

@@ -14,7 +14,7 @@ from siirl_dask.datasets.casting import cast, first_unfit
 from siirl_dask.datasets.chat_messages import MESSAGES, ChatColumn, as_messages
 from siirl_dask.datasets.column_paths import extract, type_at
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
-from siirl_dask.schema import IDENTITY, decoded
+from siirl_dask.schema import IDENTITY, decoded, is_index_column
 
 _SCALARS = (
     *("string", "large_string", "binary", "large_binary", "bool"),
@@ -35,7 +35,7 @@ class ColumnMapping:
     types: Mapping[str, pa.DataType] = field(default_factory=dict)
     """Types of columns by name; others keep theirs."""
     select: Sequence[str] | None = None
-    """Names of all columns of the table, in its order; None takes all."""
+    """Names of all columns of the table, in its order; None takes all but dataframes' indices."""
     drop: Sequence[str] = ()
     """Names of columns that the table does not have."""
     chat: ChatColumn | None = None
@@ -98,7 +98,7 @@ class ColumnMapping:
 
     def _type_of(self, column: str, there: pa.DataType, name: str) -> pa.DataType:
         try:
-            stored = decoded(there, _storable)
+            stored = decoded(there, storable)
         except ValueError as error:
             raise DataError(
                 f"{name!r}: column {column!r} is {there}: {error}; --drop {column}"
@@ -113,7 +113,10 @@ class ColumnMapping:
         for option, wanted in (("--select", self.select or ()), ("--drop", self.drop)):
             if unknown := [column for column in wanted if column not in paths]:
                 raise DataError(f"{option} {unknown[0]}: {_no_column(unknown[0], paths, name)}")
-        chosen = list(paths) if self.select is None else list(self.select)
+        if self.select is None:
+            chosen = [column for column in paths if not is_index_column(column)]
+        else:
+            chosen = list(self.select)
         return {column: paths[column] for column in chosen if column not in self.drop}
 
 
@@ -199,7 +202,7 @@ def _no_column(column: str, known: Iterable[str], name: str) -> str:
     )
 
 
-def _storable(kind: pa.DataType) -> pa.DataType:
+def storable(kind: pa.DataType) -> pa.DataType:
     """Return the type in which Parquet has the same values: it has no times in seconds.
 
     ValueError for a type that it cannot hold.

@@ -60,6 +60,7 @@ class Driver:
         on_progress: Callable[[int, str], None] = lambda beats, position: None,
         on_idle: Callable[[], None] | None = None,
         node_timeout: float = 0.0,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """``folder(step)`` returns the URL of a new folder for the checkpoint of a step.
 
@@ -67,13 +68,15 @@ class Driver:
         units of work (samples, micro-batches, rows, ...) that workers have completed so far, and
         where most of them are. ``on_idle`` is called when there are new workers that no run uses;
         None if the run could not take them. A node that gets nothing done on a worker for
-        ``node_timeout`` seconds fails the run; 0: it may take any time.
+        ``node_timeout`` seconds fails the run; 0: it may take any time. ``check`` is called between
+        events, and may raise to end the run.
         """
         self._client = client
         self._spec = spec
         self._lookahead = lookahead
         self._stall_timeout = stall_timeout
         self._node_timeout = node_timeout
+        self._check = check
         self._folder = folder
         self._on_progress = on_progress
         self._on_idle = on_idle
@@ -311,6 +314,7 @@ class Driver:
         """
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
+            self._check()
             try:
                 return self._events.get(timeout=min(left, SLICE))
             except queue.Empty:
@@ -318,6 +322,7 @@ class Driver:
         raise self._stall(f"{position}: nothing got done within {timeout:g} s ({limit})")
 
     def _handle_next(self) -> None:
+        self._check()
         with suppress(queue.Empty):
             self._handle(self._events.get_nowait())
 

@@ -5,12 +5,13 @@ and makes its driver.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from distributed import Client
 
 from siirl_dask.config import Config, TrainerConfig
+from siirl_dask.driver.caller import RunCaller
 from siirl_dask.driver.checks.number_type import OpenTypes
 from siirl_dask.driver.checks.preflight import Checked, check
 from siirl_dask.driver.checks.reachable import check_reachable
@@ -54,6 +55,7 @@ class Job:
     models: Models
     fresh: bool
     force: bool
+    caller: RunCaller = field(default_factory=RunCaller)
     open_types: OpenTypes | None = None
     """The run before ``model.dtype=auto`` was decided, and what was; None where no model had
     that type."""
@@ -193,6 +195,7 @@ def _driver(
         on_progress=log.progress.under_way,
         on_idle=groups.on_idle(client, group, spec.plugin),
         node_timeout=node_timeout(config),
+        check=job.caller.stop.check,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from siirl_storage import join
@@ -77,6 +77,8 @@ class RunLog:
     """Workers that train, or did so last."""
     page: RunPage = field(default_factory=RunPage)
     """The run's page on the dashboard."""
+    on_record: Callable[[Record], None] = lambda record: None
+    """Called with each record, once it is written."""
     _started: float | None = None
     """Time at which the logs were opened last."""
     _seconds_before: float = 0.0
@@ -164,6 +166,7 @@ class RunLog:
             self._metrics.write(record)
             self._tracker.write(record)
         self.page.write(record)
+        self.on_record(record)
         self._set_latest(record)
         if phase is not Phase.TRAIN:
             self.progress.validation(step, record["metrics"], phase)

@@ -6,18 +6,22 @@ import logging
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from threading import Event
 
 from distributed import Client
 from siirl_storage import set_retry_seconds
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config, Dtype, Engine
+from siirl_dask.config.file import ConfigSource
 from siirl_dask.config.secrets import redacted
+from siirl_dask.driver.caller import RunCaller
 from siirl_dask.driver.checks.number_type import OpenTypes, expected_dtype, is_open
 from siirl_dask.driver.checks.preflight import check, check_observation
 from siirl_dask.driver.checks.reachable import check_models_here
 from siirl_dask.driver.clusters.cluster import connect, reconnect
 from siirl_dask.driver.clusters.processes import hosts_of, workers_needed
+from siirl_dask.driver.collection import write_dataset
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.estimates.speeds import note_on_float32
 from siirl_dask.driver.failure_text import going_on_text
@@ -38,31 +42,50 @@ from siirl_dask.driver.recovery.resume import (
 )
 from siirl_dask.driver.recovery.scheduler_guard import scheduler_guard
 from siirl_dask.driver.recovery.worker_group import WorkerGroup, WorkerGroups
+from siirl_dask.driver.remote_stop import listen
+from siirl_dask.driver.requested import DATA_URL, Recipe, RequestedRun, requested_run
 from siirl_dask.driver.starts import find_starts
-from siirl_dask.errors import Fenced, Interrupted, SchedulerLost, SiirlError, counted
+from siirl_dask.errors import (
+    ConfigError,
+    Fenced,
+    Interrupted,
+    SchedulerLost,
+    SiirlError,
+    counted,
+)
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
 from siirl_dask.planner import DAG, Phase
 from siirl_dask.rollout import engine_spec
-from siirl_dask.runs.attempt import take
+from siirl_dask.runs.attempt import Attempt, take
 from siirl_dask.runs.folder import check_writable
 
 logger = logging.getLogger("siirl_dask.driver")
 
 
 def run(
-    config: Config,
-    dag: DAG,
-    validation: DAG | None = None,
+    config: ConfigSource,
+    dag: DAG | Recipe | None = None,
+    validation: DAG | Recipe | None = None,
     *,
+    client: Client | None = None,
+    data: object = None,
     fresh: bool = False,
     force: bool = False,
     command: str | None = None,
 ) -> Summary:
     """Train ``dag`` as ``config`` says; ``validation`` runs over the validation data in between.
 
-    With ``validation.url`` and no ``validation``, the default validation of ``dag`` runs: see
-    recipes/common.py.
+    ``config`` is anything that ``load`` takes: a ``Config``, a DictConfig as Hydra composes one, a
+    dict, a dataclass, a path. ``dag`` may be a recipe, which makes it of the configuration; None
+    takes the one that ``config`` spells. With ``validation.url`` and no ``validation``, the default
+    validation of ``dag`` runs: see recipes/common.py.
+
+    ``client`` is a Dask client of the cluster to train on, in place of ``cluster.address``. ``data``
+    is a Dask collection: a dask.dataframe, a bag of dicts, or a list of delayed values or futures
+    of Arrow tables. Its workers write it as a table at ``data.url``, by default in the run's
+    folder, and the run trains on that. A table of the same collection that is there is taken; one
+    of other rows is a ConfigError unless ``fresh`` or ``force`` is set.
 
     A run that stopped is resumed from its newest checkpoint. ``fresh`` begins at step 1 and removes
     the run's files; ``force`` resumes although the configuration or the DAG has changed.
@@ -72,8 +95,31 @@ def run(
     UserError before anything starts, RunInProgress if another process trains this run; RunError if
     the run failed, Fenced if another start has taken it over; Interrupted on Ctrl-C.
     """
+    if client is not None and client.asynchronous:
+        raise ConfigError(
+            "client= is asynchronous, and run would block the event loop that it works in: use "
+            "siirl_dask.submit, whose handle can be awaited"
+        )
+    requested = requested_run(config, dag, validation, data_url=None if data is None else DATA_URL)
+    caller = RunCaller(client=client, data=data)
+    return train(requested, caller, fresh=fresh, force=force, command=command)
+
+
+def train(
+    requested: RequestedRun,
+    caller: RunCaller,
+    *,
+    fresh: bool = False,
+    force: bool = False,
+    command: str | None = None,
+) -> Summary:
+    """Train as ``run`` does, for any ``caller``."""
     hide()
+    config = caller.on_its_cluster(requested.config)
+    dag = requested.dag
+    validation = requested.validation
     set_retry_seconds(config.storage.retry_seconds)
+    progress = Progress(config.run.steps, enabled=config.observe.progress)
     validation = validation_of(config, dag, validation)
     starts = find_starts(config, (dag, validation), fresh=fresh)
     config, dag, validation = starts.with_folders(config, dag, validation)
@@ -81,6 +127,8 @@ def run(
     if open_types is not None:
         config, dag, validation = _decided(open_types, open_types.expected.dtype)
     resume = find_resume_point(config, dag, fresh=fresh, force=force)
+    if caller.data is not None:
+        write_dataset(caller, config, resume, force=force, note=progress.note)
     workers = worker_names(config)
     assume_columns = config.data.prepare is not None
     planned = plan_run(
@@ -104,15 +152,7 @@ def run(
     check_writable(config.run.url)
     if prepare(config):
         checked = check(config, planned)  # again: now the dataset and the model exist
-    progress = Progress(config.run.steps, enabled=config.observe.progress)
-    try:
-        # workers run in other folders
-        attempt = take(absolute(config.run.url), config.run.lease, progress.note)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            "stopped by the user, while it waited for a sign of life of an earlier start"
-        ) from None
-    with attempt:
+    with _taken(config, progress) as attempt:
         if not starts.are_written:
             for note in starts.notes:
                 progress.note(note)
@@ -127,9 +167,22 @@ def run(
             models=find_models(checked.reads),
             fresh=fresh,
             force=force,
+            caller=caller,
             open_types=open_types,
         )
-        return _run(job, RunLog(config, attempt, progress, resume, command))
+        log = RunLog(config, attempt, progress, resume, command, on_record=caller.on_record)
+        return _run(job, log)
+
+
+def _taken(config: Config, progress: Progress) -> Attempt:
+    """Take the run's folder. Interrupted for Ctrl-C while an earlier start is waited for."""
+    try:
+        # workers run in other folders
+        return take(absolute(config.run.url), config.run.lease, progress.note)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "stopped by the user, while it waited for a sign of life of an earlier start"
+        ) from None
 
 
 def _open_types(
@@ -226,6 +279,7 @@ def _launch_until_done(job: Job, log: RunLog) -> None:
     """Launch the run until it is complete, or until a failure ends it: see ``Restarts``."""
     config = job.config
     progress = log.progress
+    caller = job.caller
     restarts = Restarts(
         config.run.max_restarts, progress.note, log.announce, elastic=config.cluster.elastic
     )
@@ -235,18 +289,30 @@ def _launch_until_done(job: Job, log: RunLog) -> None:
     failure: SiirlError | None = None
     driver: Driver | None = None
     with ExitStack() as connection:
-        client = connection.enter_context(connect(config, progress))
+        client = connection.enter_context(
+            connect(config, progress, security=caller.security, check=caller.stop.check)
+        )
         try:
             while True:
+                _check_stop(job, log)
                 try:
                     if isinstance(failure, SchedulerLost):
                         if driver is not None:
                             driver.abandon()
                         driver = None  # what it had built has gone with its workers
                         connection.close()
-                        client = connection.enter_context(reconnect(config, progress))
+                        client = connection.enter_context(
+                            reconnect(
+                                config,
+                                progress,
+                                security=caller.security,
+                                check=caller.stop.check,
+                            )
+                        )
                     previous = driver
                     with scheduler_guard(client, config.cluster):
+                        if config.cluster.exists:
+                            listen(client, config.run.url, caller.stop)
                         if groups is None:
                             job = _with_workers_dtype(job, log, client)
                             groups = _worker_groups(job, progress)
@@ -257,7 +323,8 @@ def _launch_until_done(job: Job, log: RunLog) -> None:
                                 job, log, client, group=group, groups=groups, previous=previous
                             )
                     driver = launch.driver
-                    _drive(launch, log, client, restarts, previous)
+                    stop = caller.stop.after_step
+                    _drive(launch, log, client, restarts, previous, stop=stop)
                     log.page.end(Status.COMPLETE)
                     return
                 except SiirlError as error:
@@ -304,8 +371,21 @@ def _worker_groups(job: Job, progress: Progress) -> WorkerGroups:
     return ElasticWorkers(config, plan, job.checked.reads, progress)
 
 
+def _check_stop(job: Job, log: RunLog) -> None:
+    """Raise Preempted where the caller has cancelled the run before a launch has begun."""
+    job.caller.stop.check()
+    if job.caller.stop.after_step.is_set() and log.steps < job.config.run.steps:
+        raise Preempted
+
+
 def _drive(
-    launch: Launch, log: RunLog, client: Client, restarts: Restarts, previous: Driver | None
+    launch: Launch,
+    log: RunLog,
+    client: Client,
+    restarts: Restarts,
+    previous: Driver | None,
+    *,
+    stop: Event,
 ) -> None:
     """Run every iteration, and log or commit each as it is done."""
     config = log.config
@@ -329,8 +409,9 @@ def _drive(
             for accelerator in sorted(driver.accelerators):
                 log.progress.note(note_on_float32(accelerator))
         bytes_before = driver.traffic()
-        grace = config.run.grace if config.checkpoint.every else 0.0
-        with Preemption(grace, log.progress.note) as preemption:
+        saves = bool(config.checkpoint.every)
+        grace = config.run.grace if saves else 0.0
+        with Preemption(grace, log.progress.note, stop, saves=saves) as preemption:
             planned = iterations(
                 config, list(launch.phases), resume.done, resume.stages, resume.recorded
             )
@@ -350,4 +431,6 @@ def _drive(
         if not preemption.requested:
             launch.groups.check_change(log.steps, last_step_at)
     if preemption.requested and log.steps < config.run.steps:
-        raise Preempted(f", the checkpoint of step {log.steps} as well" if log.steps else "")
+        if log.steps and saves:
+            raise Preempted(f", the checkpoint of step {log.steps} as well")
+        raise Preempted

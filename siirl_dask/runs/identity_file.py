@@ -21,6 +21,7 @@ from typing import Any
 from siirl_storage import Snapshot, join, open_fs, remove_file, write_atomic
 from siirl_storage.digests import FileDigest
 
+from siirl_dask.coordinator.content import CONTENT, content_digest
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.planner import Phase
 
@@ -34,19 +35,26 @@ class DataVersion:
     """The state of a table of prompts, as cheap to find as opening it."""
 
     version: int | None
-    """Number of its snapshot; None for plain files."""
+    """Number of its snapshot; None for plain files, and for tables of Dask collections."""
     rows: int
     bytes: int
     digest: str
-    """``Snapshot.digest``."""
+    """``Snapshot.digest``, or that of the rows of a Dask collection."""
 
     @staticmethod
     def of(table: Snapshot) -> DataVersion:
-        """Return the state of a table that is open."""
+        """Return the state of a table that is open.
+
+        That of one which was written of a Dask collection is its rows: the same collection makes
+        another table of the same state.
+        """
+        version = table.version
+        digest = table.digest
+        if CONTENT in table.properties:
+            version = None
+            digest = content_digest(table.schema, table.parts)
         nbytes = sum(part.nbytes for part in table.parts)
-        return DataVersion(
-            version=table.version, rows=table.num_rows, bytes=nbytes, digest=table.digest
-        )
+        return DataVersion(version=version, rows=table.num_rows, bytes=nbytes, digest=digest)
 
     def __str__(self) -> str:
         version = "" if self.version is None else f"version {self.version}, "

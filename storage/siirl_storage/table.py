@@ -155,11 +155,14 @@ def commit(
     schema: pa.Schema | None = None,
     properties: Mapping[str, str] | None = None,
     new: bool = False,
+    replace: bool = False,
 ) -> Snapshot:
     """Publish staged ``parts``, in this order, as the next version; the first if there is no table
     yet.
 
-    ``new`` makes it the first version of a table, or raises Conflict if there is one.
+    ``new`` makes it the first version of a table, or raises Conflict if there is one. ``replace``
+    makes a version of these parts, ``schema`` and properties alone; readers of earlier versions
+    still have theirs.
 
     Reads their footers, and refuses a part that is not what its stager said (CorruptPart) or does
     not fit ``schema``, which defaults to the first part's, or to the table (StorageError).
@@ -171,7 +174,7 @@ def commit(
         raise StorageError(f"part paths {bad} do not lie below {full_name(fs, root)}")
     if len({part.path for part in parts}) < len(parts):
         raise StorageError(f"the parts to commit to {full_name(fs, root)} name one part twice")
-    latest = _latest(fs, root)
+    latest = None if replace else _latest(fs, root)
     footers = read_footers(fs, root, [part.path for part in parts])
     if schema is None and latest:
         schema = latest.schema
@@ -188,7 +191,8 @@ def commit(
             )
         if differs := difference(schema, footer.schema):
             raise StorageError(f"{where} {differs}")
-    return _publish(url, parts, schema, properties, version=1 if new else None)
+    version = 1 if new else None
+    return _publish(url, parts, schema, properties, version=version, replace=replace)
 
 
 def _publish(
@@ -197,9 +201,10 @@ def _publish(
     schema: pa.Schema,
     properties: Mapping[str, str] | None,
     version: int | None = None,
+    replace: bool = False,
 ) -> Snapshot:
     """Create the manifest of exactly ``version``, or raise Conflict; for None, of the next free
-    version.
+    version. ``replace`` leaves out what earlier versions have.
     """
     fs, root = open_fs(url)
     for name, value in (properties or {}).items():
@@ -210,12 +215,15 @@ def _publish(
     token = uuid4().hex
     for attempt in range(_ATTEMPTS):
         latest = _latest(fs, root) if version is None else None
+        number = latest.version + 1 if latest else 1
+        if replace:
+            latest = None
         if latest and (differs := difference(latest.schema, schema)):
             raise StorageError(f"cannot commit to {full_name(fs, root)}: the new schema {differs}")
         if latest and parts and not _all_new(latest, parts, full_name(fs, root)):
             return _snapshot(absolute(url), latest)
         manifest = Manifest(
-            version=latest.version + 1 if latest else 1,
+            version=number,
             commit=token,
             schema=latest.schema if latest else schema,
             parts=(*(latest.parts if latest else ()), *parts),

@@ -29,11 +29,13 @@ def plan(steps, every):
 
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(0, 30))
 def test_whenever_it_comes_the_last_step_has_a_checkpoint_and_is_drained(steps, every, after):
-    preemption = Preemption(1.0, print)
+    stop = threading.Event()
+    preemption = Preemption(1.0, print, stop)
     got = []
     for iteration in preemption.cut(plan(steps, every)):
         got.append(iteration)
-        preemption.requested = len(got) > after
+        if len(got) > after:
+            stop.set()
     assert [iteration.sequence for iteration in got] == list(range(len(got)))
     trained = [iteration for iteration in got if iteration.phase is TRAIN]
     assert [iteration.step for iteration in trained] == list(range(1, len(trained) + 1))

@@ -267,3 +267,17 @@ def test_parts_that_disagree_are_not_complete(url: str) -> None:
     write_part(other, 0, 1, sample(0, 5))
     write_part(other, 0, 1, sample(0, 5), format=Format.ARROW)
     assert complete_parts(other) is None
+
+
+def test_a_version_may_replace_the_rows_and_columns_of_those_before(tmp_path):
+    url = str(tmp_path / "t")
+    create_table(url, [pa.table({"a": [1, 2]})], properties={"of": "a"})
+    append(url, [pa.table({"a": [3]})])
+    other = pa.table({"b": ["x"]})
+    replaced = commit(url, [stage(url, other)], properties={"of": "b"}, replace=True)
+    assert (replaced.version, dict(replaced.properties)) == (3, {"of": "b"})
+    assert open_table(url).to_table() == other
+    assert open_table(url, version=2).to_table()["a"].to_pylist() == [1, 2, 3]
+    assert append(url, [other]).to_table()["b"].to_pylist() == ["x", "x"]
+    first = commit(str(tmp_path / "new"), [stage(str(tmp_path / "new"), other)], replace=True)
+    assert first.version == 1

@@ -7,6 +7,8 @@
       update: {rows: balanced, with: {minibatches: "${algorithm.minibatches}"}}
       reference_logprobs: null      # without this one
 
+A dict, a DictConfig or a dataclass is read as a file is: see objects.py.
+
 Mistakes are refused here, before anything starts. OmegaConf reads and interpolates; ``siirl_dask/coerce.py`` checks the
 types against the dataclasses of siirl_dask/config, since OmegaConf takes 1.5 for an int and returns tuples as lists.
 """
@@ -17,7 +19,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from omegaconf import OmegaConf
 
@@ -43,6 +45,12 @@ from siirl_dask.config.file.layers import (
     text_layer,
 )
 from siirl_dask.config.file.node_edits import NodeList, merged_nodes
+from siirl_dask.config.file.objects import (
+    ConfigObject,
+    StructuredConfig,
+    name_of,
+    object_layers,
+)
 from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError
 
@@ -50,7 +58,10 @@ __all__ = [
     "SHIPPED",
     "ClusterSpec",
     "ConfigFile",
+    "ConfigObject",
+    "ConfigSource",
     "Interpolated",
+    "StructuredConfig",
     "dump",
     "foreign_value",
     "foreign_values",
@@ -63,6 +74,10 @@ __all__ = [
     "shipped_files",
     "shipped_folder",
 ]
+
+
+ConfigSource: TypeAlias = "str | os.PathLike[str] | ConfigObject"
+"""A YAML file or an object; ``siirl_dask:NAME`` names a file that comes with the package."""
 
 
 class Interpolated(ConfigError):
@@ -91,24 +106,37 @@ class ConfigFile:
     """File and line, or override, of each validation node, for errors."""
 
 
-def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+def load(source: ConfigSource, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of a YAML file, or of ``siirl_dask:NAME``, with overrides
     (``trainer.lr=2e-6``); a DAG in the file is ignored.
 
-    ConfigError names the file or override, the key, what was expected and the nearest valid
-    spelling.
-    """
-    return load_config_file(path, overrides).config
-
-
-def load_config_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ConfigFile:
-    """Return a file, its bases and the overrides (``trainer.lr=2e-6``,
-    ``nodes.update.rows=balanced``) as one.
+    ``source`` may be an object as well: a dict or a DictConfig of groups, as Hydra composes one,
+    or a dataclass with groups as its fields, such as ``Config``. ``base`` in it names files, and
+    interpolations may use any resolver that is registered with OmegaConf.
 
     ConfigError names the file or override, the key, what was expected and the nearest valid
     spelling.
     """
-    return _assemble([*file_layers(path_of(path)), *map(override, overrides)], str(path))
+    return load_config_file(source, overrides).config
+
+
+def load_config_file(
+    source: ConfigSource, overrides: Sequence[str] = (), *, data_url: str | None = None
+) -> ConfigFile:
+    """Return a file or an object, its bases and the overrides (``trainer.lr=2e-6``,
+    ``nodes.update.rows=balanced``) as one. ``data_url`` stands for a ``data.url`` that none of
+    them sets.
+
+    ConfigError names the file or override, the key, what was expected and the nearest valid
+    spelling.
+    """
+    if isinstance(source, str | os.PathLike):
+        name = str(source)
+        layers = file_layers(path_of(source))
+    else:
+        name = name_of(source)
+        layers = object_layers(source)
+    return _assemble([*layers, *map(override, overrides)], name, data_url)
 
 
 def load_text(text: str | bytes, name: str, overrides: Sequence[str] = ()) -> Config:
@@ -150,10 +178,12 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
                 yield from _texts(item, f"{key}[{index}]")
 
 
-def _assemble(layers: Sequence[Layer], name: str) -> ConfigFile:
+def _assemble(layers: Sequence[Layer], name: str, data_url: str | None = None) -> ConfigFile:
     for layer in layers:
         check_keys(layer)
     values, nodes, validation = _merged(layers)
+    if values["data"]["url"] == "???" and data_url is not None:
+        values["data"]["url"] = data_url
     parts = Interpolations({**values, "nodes": nodes.items, "validation_nodes": validation.items})
     config = config_of(parts, values, _origins(layers), name)
     for group, checked in plain(config).items():

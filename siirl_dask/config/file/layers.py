@@ -118,30 +118,42 @@ def shipped_files(below: str = "") -> dict[str, Path]:
     return {name: path for name, path in paths.items() if not name.startswith("clusters/")}
 
 
-def file_layers(path: Path, chain: tuple[Path, ...] = ()) -> list[Layer]:
+def file_layers(path: Path, chain: tuple[Path, ...] = (), asked_by: str = "") -> list[Layer]:
     """Return the layers of a file: those of its bases, in order, then its own.
 
     A base that two of them share counts once, at its first place. ConfigError for a file that is
-    missing, not YAML, or a base of itself.
+    missing, not YAML, or a base of itself; it begins with ``asked_by``.
     """
     if path.resolve() in chain:
         raise ConfigError(f"{chain[-1]}: base {path} makes a cycle: a file cannot be its own base")
-    asked_by = f"{chain[-1]}: base " if chain else ""
     text = _read(path, asked_by)
     values = _parse(text, str(path), asked_by)
+    bases = base_layers(values, str(path), path.parent, (*chain, path.resolve()))
+    return [*bases, Layer(str(path), values, lines=_lines(text))]
+
+
+def base_layers(
+    values: dict[str, Any], name: str, folder: Path, chain: tuple[Path, ...]
+) -> list[Layer]:
+    """Return the layers of the files that ``values`` names as its bases, and take that key out.
+
+    Paths are relative to ``folder``. ``chain`` has the files that lead here. ConfigError, in which
+    the values are called ``name``.
+    """
     bases = values.pop("base", None) or []
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(
-            f"{path}: base={bases!r}: expected the path of another file, or a list of such"
+            f"{name}: base={bases!r}: expected the path of another file, or a list of such"
         )
+    asked_by = f"{chain[-1] if chain else name}: base "
     layers: list[Layer] = []
     for base in bases:
-        found = path_of(base) if base.startswith(SHIPPED) else path.parent / base
-        inherited = file_layers(found, (*chain, path.resolve()))
+        found = path_of(base) if base.startswith(SHIPPED) else folder / base
+        inherited = file_layers(found, chain, asked_by)
         known = {Path(layer.origin).resolve() for layer in layers}
         layers += [layer for layer in inherited if Path(layer.origin).resolve() not in known]
-    return [*layers, Layer(str(path), values, lines=_lines(text))]
+    return layers
 
 
 def text_layer(text: str | bytes, name: str) -> Layer:

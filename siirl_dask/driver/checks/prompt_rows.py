@@ -16,6 +16,7 @@ from siirl_storage import FooterCache, StorageError
 from siirl_dask.config import Config
 from siirl_dask.coordinator.decoding import plain
 from siirl_dask.coordinator.source import Dataset, Source, open_source
+from siirl_dask.datasets.partitions import chat_as_text
 from siirl_dask.errors import ConfigError, DataError, ImageError
 from siirl_dask.images import images_of, load_processor, normalised
 from siirl_dask.images.prompts import marked
@@ -58,9 +59,9 @@ def may_be_answered(dag: DAG) -> bool:
 def check_rows(dataset: Dataset, *, answered: bool = True) -> list[str]:
     """Return a sentence for each source some of whose answers are null.
 
-    DataError, with the row, for a null prompt, and unless prompts may be ``answered`` for one whose
-    last message is the assistant's. The first 16,384 rows of up to 16 row groups are looked at, 64
-    MiB in all; a step names others that it draws.
+    DataError for chat messages that became texts, and, with the row, for a null prompt, and unless
+    prompts may be ``answered`` for one whose last message is the assistant's. The first 16,384 rows
+    of up to 16 row groups are looked at, 64 MiB in all; a step names others that it draws.
     """
     notes = []
     for source in dataset.sources:
@@ -79,6 +80,14 @@ def check_rows(dataset: Dataset, *, answered: bool = True) -> list[str]:
                 raise DataError(
                     f"dataset {source.url!r}: the prompt of row {row} of {place}: "
                     f"{ENDS_WITH_ANSWER}"
+                )
+            text = chat_as_text(prompts)
+            if text is not None:
+                raise DataError(
+                    f"dataset {source.url!r}: the prompts of {place} are texts such as "
+                    f"{text!r:.60}: lists of chat messages were made text when they were written, "
+                    'as Dask does with objects. Set dask.config.set({"dataframe.convert-string": '
+                    "False}) before the dataframe is made, and write them again"
                 )
             looked += len(answers)
             nulls += answers.null_count

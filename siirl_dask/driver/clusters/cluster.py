@@ -9,12 +9,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 
 import dask
-from distributed import Client, LocalCluster, Nanny, Status
+from distributed import Client, LocalCluster, Nanny, Security, Status
 
 from siirl_dask.config import ClusterConfig, Config, DevicePreference
 from siirl_dask.devices.kinds import NO_ACCELERATORS
@@ -45,16 +45,26 @@ thousand seconds."""
 
 
 @contextmanager
-def connect(config: Config, progress: Progress) -> Iterator[Client]:
+def connect(
+    config: Config,
+    progress: Progress,
+    *,
+    security: Security | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[Client]:
     """Yield a client of a cluster with ``cluster.workers`` workers; a cluster started here is
     closed afterwards.
+
+    ``security`` has the certificates for an existing cluster; None: Dask's configuration names
+    them. ``check`` is called while the workers of an existing cluster are waited for, and may
+    raise.
 
     ConfigError if no scheduler answers at the given address, or no scheduler file comes; RunError
     if the workers do not come up in time.
     """
     cluster = config.cluster
     if cluster.exists:
-        with _existing(cluster, progress) as client:
+        with _existing(cluster, progress, security, check) as client:
             yield client
         return
     if cluster.spec:
@@ -177,7 +187,13 @@ def _local_settings(config: Config) -> dict[str, object]:
 
 
 @contextmanager
-def reconnect(config: Config, progress: Progress) -> Iterator[Client]:
+def reconnect(
+    config: Config,
+    progress: Progress,
+    *,
+    security: Security | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[Client]:
     """Yield a client of an existing cluster whose scheduler was lost, once another one has replaced
     it, with workers.
 
@@ -190,12 +206,17 @@ def reconnect(config: Config, progress: Progress) -> Iterator[Client]:
         f"waiting for another scheduler, up to {cluster.scheduler_timeout:g} s "
         "(cluster.scheduler_timeout)"
     )
-    client = _client_of_another(cluster, deadline)
+    client = _client_of_another(cluster, deadline, security, check)
     try:
         limit = ("cluster.scheduler_timeout", max(0.0, deadline - time.monotonic()))
         with scheduler_guard(client, cluster):
             wait_for_workers(
-                client, cluster, progress, limit=limit, workers=1 if cluster.elastic else None
+                client,
+                cluster,
+                progress,
+                check,
+                limit=limit,
+                workers=1 if cluster.elastic else None,
             )
         yield client
     finally:
@@ -203,14 +224,20 @@ def reconnect(config: Config, progress: Progress) -> Iterator[Client]:
             client.close(timeout=_STOP_PATIENCE)
 
 
-def _client_of_another(cluster: ClusterConfig, deadline: float) -> Client:
+def _client_of_another(
+    cluster: ClusterConfig,
+    deadline: float,
+    security: Security | None,
+    check: Callable[[], None],
+) -> Client:
     """Return a client of the scheduler that is at the address, or in the scheduler file, now."""
     while True:
+        check()
         address = cluster.address
         try:
             if not address:
                 address = address_in(cluster.scheduler_file or "")
-            return Client(address=address, timeout=_CONNECT_TIMEOUT)
+            return _client(address, _CONNECT_TIMEOUT, security)
         except (
             OSError,
             ValueError,
@@ -230,8 +257,22 @@ def _client_of_another(cluster: ClusterConfig, deadline: float) -> Client:
             time.sleep(_INTERVAL)
 
 
+def _client(address: str | None, timeout: float, security: Security | None) -> Client:
+    """Return a client of the scheduler at ``address``. One with the certificates of the caller's
+    own client does not take that one's place as Dask's default.
+    """
+    if security is None:
+        return Client(address=address, timeout=timeout)
+    return Client(address=address, timeout=timeout, security=security, set_as_default=False)
+
+
 @contextmanager
-def _existing(cluster: ClusterConfig, progress: Progress) -> Iterator[Client]:
+def _existing(
+    cluster: ClusterConfig,
+    progress: Progress,
+    security: Security | None,
+    check: Callable[[], None],
+) -> Iterator[Client]:
     """Connect to an existing cluster, which stays when the client is closed."""
     address = cluster.address
     where = f"cluster.address={cluster.address!r}"
@@ -239,7 +280,7 @@ def _existing(cluster: ClusterConfig, progress: Progress) -> Iterator[Client]:
         address = read_address(cluster.scheduler_file, cluster.start_timeout, progress)
         where = f"{address!r}, which cluster.scheduler_file={cluster.scheduler_file!r} names"
     try:
-        client = Client(address=address, timeout=cluster.start_timeout)
+        client = _client(address, cluster.start_timeout, security)
     except (
         OSError,
         ValueError,
@@ -250,7 +291,7 @@ def _existing(cluster: ClusterConfig, progress: Progress) -> Iterator[Client]:
         raise ConfigError(message + (hint if "tls" in message.lower() else "")) from error
     try:
         with scheduler_guard(client, cluster):
-            wait_for_workers(client, cluster, progress)
+            wait_for_workers(client, cluster, progress, check)
         yield client
     finally:
         # a scheduler that is cut off does not answer

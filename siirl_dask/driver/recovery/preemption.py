@@ -1,5 +1,5 @@
-"""Lets a run that gets SIGTERM, as from a machine that is taken away, write a last checkpoint
-before it ends.
+"""Lets a run that gets SIGTERM, as from a machine that is taken away, or whose caller cancels it,
+write a last checkpoint before it ends.
 """
 
 from __future__ import annotations
@@ -15,24 +15,38 @@ from siirl_dask.planner import Iteration, Phase
 
 
 class Preempted(KeyboardInterrupt):
-    """The run has ended on SIGTERM: with its pending iterations and a checkpoint done, or
-    without where that failed.
+    """The run has ended on SIGTERM, or on its caller's request: with its pending iterations and a
+    checkpoint done, or without where that failed.
     """
 
 
 class Preemption:
     """Handles SIGTERM while inside: the first gives the run ``grace`` seconds, a second or their
-    end stops it.
+    end stops it. A ``stop`` that another thread sets ends it in the same way, at any time.
     """
 
-    def __init__(self, grace: float, note: Callable[[str], None]) -> None:
-        """With 0 seconds of ``grace``, or outside the main thread, SIGTERM acts as before."""
-        self.requested = False
-        """Whether SIGTERM has come."""
+    def __init__(
+        self,
+        grace: float,
+        note: Callable[[str], None],
+        stop: threading.Event | None = None,
+        *,
+        saves: bool = True,
+    ) -> None:
+        """With 0 seconds of ``grace``, or outside the main thread, SIGTERM acts as before. A run
+        that ``saves`` writes a checkpoint of its last step.
+        """
+        self._stop = threading.Event() if stop is None else stop
+        self._saves = saves
         self._grace = grace
         self._note = note
         self._before: object = None
         self._timer: threading.Timer | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether SIGTERM has come, or the caller wants the run to end."""
+        return self._stop.is_set()
 
     def __enter__(self) -> Preemption:
         if not self._grace or threading.current_thread() is not threading.main_thread():
@@ -57,20 +71,25 @@ class Preemption:
             raise Preempted(f"; what was under way failed: {error}") from error
 
     def cut(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
-        """Yield the iterations; after SIGTERM one step more, which drains the pipeline, and its
-        checkpoint.
+        """Yield the iterations; after a request to end one step more, which drains the pipeline,
+        and its checkpoint. None come where the request was there before the first.
         """
+        has_begun = False
         for iteration in iterations:
             if not self.requested:
+                has_begun = True
                 yield iteration
                 continue
+            if not has_begun:
+                return
             match iteration.phase.counts_as:
                 case Phase.CHECKPOINT:
                     yield iteration
                 case Phase.TRAIN:
                     yield replace(iteration, drain=True)
-                    yield Iteration(Phase.CHECKPOINT, iteration.step, iteration.sequence + 1)
-                case Phase.VALIDATION if iteration.step:
+                    if self._saves:
+                        yield Iteration(Phase.CHECKPOINT, iteration.step, iteration.sequence + 1)
+                case Phase.VALIDATION if iteration.step and self._saves:
                     yield Iteration(Phase.CHECKPOINT, iteration.step, iteration.sequence)
             return
 
@@ -79,7 +98,7 @@ class Preemption:
             if callable(self._before):
                 self._before(signum, frame)
             raise KeyboardInterrupt
-        self.requested = True
+        self._stop.set()
         self._note(
             f"SIGTERM: what is under way and a checkpoint have {self._grace:g} s (run.grace)"
         )

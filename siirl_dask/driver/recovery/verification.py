@@ -106,9 +106,10 @@ def _wait(
     since = time.monotonic()
     while pending:
         try:
-            pending = wait(
-                pending, timeout=min(timeout, _INTERVAL), return_when="FIRST_COMPLETED"
-            ).not_done
+            with client.as_current():  # another one may be the default of this process, or none
+                pending = wait(
+                    pending, timeout=min(timeout, _INTERVAL), return_when="FIRST_COMPLETED"
+                ).not_done
             since = time.monotonic()
         except TimeoutError as error:
             lost = gone(client, members)

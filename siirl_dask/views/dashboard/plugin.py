@@ -55,7 +55,10 @@ class PagePlugin(SchedulerPlugin):
             )
 
     async def close(self) -> None:
-        await asyncio.to_thread(self.store.reader.close)
+        try:
+            await asyncio.to_thread(self.store.reader.close)
+        except RuntimeError:  # a program ends, with its scheduler, and takes no more threads
+            self.store.reader.close()
 
     def begin(self, about: Mapping[str, Any]) -> bool:
         """Note that a run begins; return whether there is a page."""

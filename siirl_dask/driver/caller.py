@@ -1,0 +1,87 @@
+"""The caller of a run brings more than configuration and DAG: a Dask client, a collection as the
+dataset, and the means to follow the run and to end it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from distributed import Client, Security
+
+from siirl_dask.config import Config
+from siirl_dask.errors import ConfigError
+from siirl_dask.observe import Record
+
+
+class Cancelled(KeyboardInterrupt):
+    """The caller has cancelled the run at once."""
+
+
+class StopRequest:
+    """A request to end a run, from any thread."""
+
+    def __init__(self) -> None:
+        self.after_step = threading.Event()
+        """Set: the run ends after the step under way, with a checkpoint."""
+        self.at_once = threading.Event()
+        """Set: the run ends without either."""
+
+    def check(self) -> None:
+        """Raise Cancelled if the run is to end at once."""
+        if self.at_once.is_set():
+            raise Cancelled
+
+
+def _ignore(record: Record) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class RunCaller:
+    """A client, a dataset, and the means to follow a run and to end it."""
+
+    client: Client | None = None
+    """A client of the cluster to train on. The run has one of its own there, with the same
+    certificates, since it hangs up on a scheduler that is silent and cancels all of its futures."""
+    data: object = None
+    """A Dask collection whose rows are the dataset; None: it is at ``data.url`` already."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    on_record: Callable[[Record], None] = _ignore
+    """Called with the record of each step and validation, in the driver's thread."""
+
+    @property
+    def security(self) -> Security | None:
+        """The certificates of the caller's client; None: those of Dask's configuration."""
+        return None if self.client is None else self.client.security
+
+    def on_its_cluster(self, config: Config) -> Config:
+        """Return the configuration with the scheduler of the caller's client. ConfigError where
+        the configuration names another cluster, or the client is not connected.
+        """
+        if self.client is None:
+            return config
+        cluster = config.cluster
+        address = scheduler_address(self.client)
+        for key, value in {
+            "address": cluster.address,
+            "scheduler_file": cluster.scheduler_file,
+            "spec": cluster.spec,
+        }.items():
+            if value is not None and value != address:
+                raise ConfigError(
+                    f"client= is of the cluster at {address}, and cluster.{key}={value!r} names "
+                    f"another: leave cluster.{key} out"
+                )
+        return replace(config, cluster=replace(cluster, address=address))
+
+
+def scheduler_address(client: Client) -> str:
+    """Return the address of a client's scheduler. ConfigError where it is not connected."""
+    if client.scheduler is None or client.status != "running":
+        raise ConfigError(
+            f"client={client!r} is not connected: expected a client of a running cluster; one "
+            "that is asynchronous connects with `client = await Client(..., asynchronous=True)`"
+        )
+    return str(client.scheduler.address)

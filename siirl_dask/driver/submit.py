@@ -1,0 +1,191 @@
+"""``submit`` trains in the background, from a notebook, a script or a running event loop, and
+``attach`` takes up a run that another process trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from distributed import Client
+from siirl_storage import open_fs
+
+from siirl_dask.config.file import ConfigSource
+from siirl_dask.driver.caller import RunCaller, StopRequest, scheduler_address
+from siirl_dask.driver.feed import RunFeed
+from siirl_dask.driver.handle import RunHandle
+from siirl_dask.driver.remote_stop import AFTER_STEP, AT_ONCE, send
+from siirl_dask.driver.requested import DATA_URL, Recipe, RequestedRun, requested_run
+from siirl_dask.driver.run import train
+from siirl_dask.errors import ConfigError, DataError, Interrupted, RunError
+from siirl_dask.observe import Status, Summary, read_metrics, read_summary
+from siirl_dask.planner import DAG, Phase
+from siirl_dask.runs.attempt import RunStart, newest_start
+from siirl_dask.runs.reader import open_run
+
+_INTERVAL = 0.5  # seconds between two looks at the folder of a run that another process trains
+_SEND_TIMEOUT = 10.0  # seconds for the scheduler to take a message
+
+
+def submit(
+    config: ConfigSource,
+    dag: DAG | Recipe | None = None,
+    validation: DAG | Recipe | None = None,
+    *,
+    client: Client,
+    data: object = None,
+    fresh: bool = False,
+    force: bool = False,
+) -> RunHandle:
+    """Train as ``run`` does, on the cluster of ``client``, and return a handle at once.
+
+    The run's driver is a thread of this process with a client of its own; ``client``, which may be
+    asynchronous, stays free for other work. Nothing is printed but errors. The run ends with this
+    process: the same call goes on from its last checkpoint and its stored rows.
+
+    ConfigError for what can be seen to be wrong at once; the handle raises everything else.
+    """
+    scheduler_address(client)
+    data_url = None if data is None else DATA_URL
+    requested = requested_run(config, dag, validation, data_url=data_url)
+    quiet = replace(requested.config.observe, progress=False)
+    requested = replace(requested, config=replace(requested.config, observe=quiet))
+    feed = RunFeed()
+    stop = StopRequest()
+    caller = RunCaller(client=client, data=data, stop=stop, on_record=feed.add)
+    caller.on_its_cluster(requested.config)
+    handle = RunHandle(requested.config.run.url, feed, partial(_stop_here, stop))
+    arguments = {"fresh": fresh, "force": force}
+    work = partial(_train, requested, caller, feed, **arguments)
+    threading.Thread(target=work, name="siirl-driver", daemon=True).start()
+    return handle
+
+
+def attach(url: str, client: Client | None = None) -> RunHandle:
+    """Return a handle of the run in the folder ``url``, which any process has submitted or still
+    trains; one that has ended has its end already.
+
+    The handle reads the run's files. It needs ``client``, one of the cluster that the run trains
+    on, to cancel it and for nothing else. ConfigError where there is no run.
+    """
+    open_run(url)
+    feed = RunFeed()
+    handle = RunHandle(url, feed, partial(_stop_elsewhere, url, client))
+    work = partial(_follow, handle.url, feed)
+    threading.Thread(target=work, name="siirl-attach", daemon=True).start()
+    return handle
+
+
+def _train(
+    requested: RequestedRun, caller: RunCaller, feed: RunFeed, *, fresh: bool, force: bool
+) -> None:
+    """Train in this thread, and tell the feed how it ended."""
+    try:
+        feed.finish(train(requested, caller, fresh=fresh, force=force))
+    except KeyboardInterrupt:
+        feed.finish(Interrupted("cancelled before the run had begun"))
+    except BaseException as error:  # whatever it is, who waits for the handle gets it
+        feed.finish(error)
+
+
+def _stop_here(stop: StopRequest, at_once: bool) -> None:
+    if at_once:
+        stop.at_once.set()
+    stop.after_step.set()
+
+
+def _stop_elsewhere(url: str, client: Client | None, at_once: bool) -> None:
+    """Send a message to the run's driver. ConfigError without a client."""
+    if client is None:
+        raise ConfigError(
+            f"the run at {url!r} is trained by another process: give attach() a client of its "
+            "cluster to cancel it"
+        )
+    scheduler_address(client)
+    loop = client.loop
+    assert loop is not None
+    sending = asyncio.run_coroutine_threadsafe(
+        send(client, url, AT_ONCE if at_once else AFTER_STEP),
+        loop.asyncio_loop,  # type: ignore[attr-defined]
+    )
+    if not client.asynchronous:  # or this thread may be the one that sends it
+        sending.result(_SEND_TIMEOUT)
+
+
+def _follow(url: str, feed: RunFeed) -> None:
+    """Read the records of a run until it ends, and tell the feed of each once."""
+    try:
+        new_records = _NewRecords(url)
+        is_over = _Watch(url).is_over
+        while True:
+            over = is_over()
+            new_records.read(feed)  # those of a run that is over are all there
+            if over:
+                feed.finish(_outcome(url))
+                return
+            time.sleep(_INTERVAL)
+    except Exception as error:  # each store has errors of its own; who waits must not wait for ever
+        feed.finish(error)
+
+
+class _NewRecords:
+    """Reads ``metrics.jsonl`` again where it has grown."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._size = -1
+        self._seen: set[tuple[Phase, int]] = set()
+
+    def read(self, feed: RunFeed) -> None:
+        """Add the records that were not there before."""
+        fs, path = open_fs(f"{self._url.rstrip('/')}/metrics.jsonl")
+        fs.invalidate_cache()
+        try:
+            size = int(fs.info(path)["size"])
+            records = read_metrics(self._url) if size != self._size else []
+        except (FileNotFoundError, DataError):  # no step is done yet
+            return
+        self._size = size
+        for record in records:
+            key = (record["phase"], record["step"])
+            if key not in self._seen:
+                self._seen.add(key)
+                feed.add(record)
+
+
+class _Watch:
+    """Finds out whether the process that trains a run is gone."""
+
+    def __init__(self, url: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._url = url
+        self._now = now
+        self._last: RunStart | None = None
+        self._since = now()
+
+    def is_over(self) -> bool:
+        """Return whether the newest start has ended, or gave no sign of life within twice its
+        lease.
+        """
+        start = newest_start(self._url)
+        if start is None or start.is_over:
+            return True
+        if start != self._last:
+            self._last = start
+            self._since = self._now()
+        return self._now() - self._since > 2 * start.holder.lease
+
+
+def _outcome(url: str) -> Summary | Exception:
+    """Return the summary of a run that has ended, or the error that it ended with."""
+    try:
+        summary = read_summary(url)
+    except (FileNotFoundError, DataError) as error:
+        return RunError(f"the process that trained {url!r} is gone, without a summary: {error}")
+    if summary.status is Status.COMPLETE:
+        return summary
+    text = str(summary.error)
+    return Interrupted(text) if summary.status is Status.INTERRUPTED else RunError(text)
