@@ -160,9 +160,9 @@ class RolloutConfig:
     """Choice of the rollout worker that samples a prompt: ``anywhere``, the worker that loaded it;
     ``balanced``, the least loaded worker, longest prompts first. None: ``balanced`` with
     ``expected_length_column``, else ``anywhere``."""
-    work_stealing: bool | None = None
+    work_stealing: bool = True
     """Let a worker that has nothing left to begin take over rows that wait at others, beyond their
-    ``max_rows``. None: on, except with ``tensor_parallel_size`` above 1."""
+    ``max_rows``."""
     router_replay: bool = False
     """Record the experts that each token goes to in the engine, and let the policy replay them (R3,
     arXiv:2510.11370)."""
@@ -247,12 +247,6 @@ class RolloutConfig:
         else:
             self._check_own_engine()
         size = self.tensor_parallel_size
-        if size > 1 and self.work_stealing:
-            raise ConfigError(
-                f"rollout.work_stealing=true and rollout.tensor_parallel_size={size}: the workers "
-                "of an engine begin all rows together, so that there are none to take over; leave "
-                "work_stealing out, or give false"
-            )
         self._check_sglang()
         if self.engine != Engine.transformers:
             return
@@ -345,8 +339,6 @@ class RolloutConfig:
         refused = {
             "partial=true": self.partial
             and "tokens of a response would have routes of several weights",
-            f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1
-            and "routes are recorded in engines of one worker",
             "vllm.enforce_eager=false": self.vllm.enforce_eager is False
             and "routers tell their choices outside of compiled graphs alone",
         }

@@ -149,7 +149,7 @@ def generate_all(
         queue = ctx.steal_from_peers(ordered_requests, codec, on_result)
     ctx.free_device()
     start = time.perf_counter()
-    engine.serve(_ProgressQueue(queue, ctx.device))
+    engine.serve(_ProgressQueue(queue, ctx.device, ctx.check_stop))
     busy_seconds = time.perf_counter() - start
     ctx.log("rollout/busy_seconds", busy_seconds)
     ctx.log("rollout/longest_busy_seconds", busy_seconds, Reduce.MAX)
@@ -200,14 +200,20 @@ class _ProgressQueue:
 
     queue: Any
     device: Device
+    check_stop: Callable[[], None]
     running: int = 0
     """Requests that the engine has begun and not finished."""
 
     def next(self, limit: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
         with self.device.waiting() if wait else nullcontext():
             requests: Sequence[tuple[Any, GenerationRequest]] = self.queue.next(limit, wait=wait)
-        self._change_running(len(requests))
+        if requests:
+            self._change_running(len(requests))
         return requests
+
+    def ended(self) -> bool:
+        self.check_stop()
+        return bool(self.queue.ended())
 
     def complete(self, ticket: Any, result: Generation) -> None:
         self.queue.complete(ticket, Sampled(result, self.device.worker))

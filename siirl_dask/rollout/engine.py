@@ -159,6 +159,13 @@ class RequestQueue(Protocol):
         """
         ...
 
+    def ended(self) -> bool:
+        """Return whether no more requests will come. Raises what is to end a wait for them.
+
+        For engines of several ranks, which ask for requests without ``wait``, and wait together.
+        """
+        ...
+
     def complete(self, ticket: Any, result: Generation) -> None:
         """Give the result of the request that came with ``ticket``."""
         ...
@@ -186,6 +193,9 @@ class LocalQueue(Generic[I, R]):
 
     def next(self, limit: int, *, wait: bool) -> list[tuple[int, I]]:
         return [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
+
+    def ended(self) -> bool:
+        return not self._waiting
 
     def complete(self, ticket: int, result: R) -> None:
         self._results[ticket] = result

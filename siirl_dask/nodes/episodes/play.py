@@ -100,12 +100,6 @@ def _play_changes(
 
 
 def _check_rollout(*, rollout: RolloutConfig, **options: object) -> None:
-    if rollout.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: the ranks of such an "
-            "engine begin all rows together, and an episode's next turn is not known before its "
-            "environment has answered; leave it at 1"
-        )
     if rollout.router_replay:
         raise ConfigError(
             "rollout.router_replay=true: an episode's rows have no routes of what its environment "

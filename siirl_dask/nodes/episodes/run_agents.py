@@ -65,12 +65,6 @@ def _check_options(
             f"agent={agent!r} and command={list(command)}: expected one of them, a function or a "
             "command"
         )
-    if rollout.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: the ranks of such an "
-            "engine begin all rows together, and an agent's next request is not known before it "
-            "has an answer; leave it at 1"
-        )
     if rollout.router_replay:
         raise ConfigError(
             "rollout.router_replay=true: the rows of an agent's episode have no routes; leave it "
