@@ -166,6 +166,10 @@ class RolloutConfig:
     router_replay: bool = False
     """Record the experts that each token goes to in the engine, and let the policy replay them (R3,
     arXiv:2510.11370)."""
+    draft_tokens: int = 0
+    """Most tokens of a response that are drafted before a pass of the model, as they came after the
+    same tokens in the prompt or in other responses to it. Those that the engine would draw are
+    taken together, so that samples do not change. 0: none are drafted."""
     tensor_parallel_size: int = 1
     """Number of consecutive workers of the role that form one vLLM engine, each with a slice of
     the model."""
@@ -212,7 +216,13 @@ class RolloutConfig:
             max_rows=self.max_rows,
         )
         at_least("rollout", 1, tensor_parallel_size=self.tensor_parallel_size)
-        at_least("rollout", 0, top_k=self.top_k, max_staleness=self.max_staleness)
+        at_least(
+            "rollout",
+            0,
+            top_k=self.top_k,
+            max_staleness=self.max_staleness,
+            draft_tokens=self.draft_tokens,
+        )
         above("rollout", 0, temperature=self.temperature)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"rollout.top_p={self.top_p}: expected more than 0 and at most 1")
@@ -339,6 +349,8 @@ class RolloutConfig:
         refused = {
             "partial=true": self.partial
             and "tokens of a response would have routes of several weights",
+            f"draft_tokens={self.draft_tokens}": self.draft_tokens > 0
+            and "routes are recorded a token at a time",
             "vllm.enforce_eager=false": self.vllm.enforce_eager is False
             and "routers tell their choices outside of compiled graphs alone",
         }

@@ -27,6 +27,7 @@ from siirl_dask.rollout import (
     Sampling,
     processor_of,
 )
+from siirl_dask.rollout.engine import take_passes
 from siirl_dask.rollout.requests import RequestMessage, Sampled, pack_sampled, read_sampled
 from siirl_dask.schema import (
     FINISH_REASON,
@@ -156,8 +157,16 @@ def generate_all(
     with ctx.device.waiting():
         sampled = queue.results()
     ctx.log("rollout/taken_over", queue.taken_over, Reduce.SUM)
+    log_passes(ctx)
     in_request_order = dict(zip(order, sampled, strict=True))
     return [in_request_order[at] for at in range(len(requests))]
+
+
+def log_passes(ctx: Context) -> None:
+    """Log the tokens that a row got in a pass of the model, of an engine that drafts tokens."""
+    own = take_passes(ctx.resource)
+    if own.passes:
+        ctx.log("rollout/tokens_per_pass", own.tokens / own.passes, weight=own.passes)
 
 
 def _codec(version: int) -> Codec[GenerationRequest, Sampled]:

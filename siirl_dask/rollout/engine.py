@@ -309,6 +309,25 @@ class RecordsRoutes(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RowPasses:
+    """Passes of a model over rows that it samples, after their prompts were read."""
+
+    tokens: int = 0
+    """Tokens that were sampled in them."""
+    passes: int = 0
+    """Passes, each counted once for every row that had not ended."""
+
+
+@runtime_checkable
+class DraftsTokens(Protocol):
+    """An engine that may sample several tokens of a row in one pass."""
+
+    def take_passes(self) -> RowPasses | None:
+        """Return the passes since this was called last; None where it drafts no tokens."""
+        ...
+
+
 @runtime_checkable
 class FitsAdapters(Protocol):
     """An engine whose adapters several agents can take turns with."""
@@ -343,6 +362,15 @@ def routing_of(engine: RolloutEngine) -> Routing | None:
     """Return the routers whose choices an engine records; None where it records none."""
     own = behind(engine)
     return own.routing if isinstance(own, RecordsRoutes) else None
+
+
+def take_passes(engine: RolloutEngine) -> RowPasses:
+    """Return the passes of an engine since this was called last; none of one that drafts no
+    tokens.
+    """
+    own = behind(engine)
+    passes = own.take_passes() if isinstance(own, DraftsTokens) else None
+    return RowPasses() if passes is None else passes
 
 
 def serve_all(

@@ -50,6 +50,7 @@ def _build(inputs: EngineInputs) -> RolloutEngine:
             progress=inputs.device.progress,
             processor=inputs.processor,
             routing=routing,
+            draft_tokens=inputs.rollout.draft_tokens,
         )
 
 
@@ -60,7 +61,8 @@ def _footprint(engine: EngineOnWorkers) -> Footprint:
     size = engine.dtype.itemsize * engine.size.total
     rows = rows_of_all_ranks(engine.rollout)
     tokens = cache_rows(rows) * cache_columns(engine.longest)
-    working = {"keys and values": tokens * engine.token_bytes, **sampler_bytes(engine, rows)}
+    drawn = rows * (1 + engine.rollout.draft_tokens)
+    working = {"keys and values": tokens * engine.token_bytes, **sampler_bytes(engine, drawn)}
     return Footprint(held={"weights": size}, working=working, loading=size)
 
 
@@ -73,6 +75,6 @@ SPEC = EngineSpec(
     build=_build,
     check=_check,
     installation=Installation(library="transformers", by_auto=True),
-    abilities=Abilities(images=True, adapters=True, routes=True),
+    abilities=Abilities(images=True, adapters=True, routes=True, drafts=True),
     memory=EngineMemory(footprint=_footprint, changes=_changes),
 )

@@ -14,6 +14,7 @@ from siirl_dask.worker.data_plane import DataSettings
 from tests.conftest import digits_overrides
 from tests.settings import rollout_config
 
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

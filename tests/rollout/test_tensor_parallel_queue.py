@@ -23,8 +23,8 @@ REQUESTS = st.builds(
 ONE = Sampling(max_tokens=1)
 
 
-def together(count, function):
-    """Run ``function(rank, gather)`` in ``count`` threads, which gather from each other."""
+def gathering(count):
+    """Return ``gather(rank)``, with which ``count`` threads gather from each other."""
     said, arrived = [b""] * count, [0] * count
 
     def gather(rank):
@@ -42,6 +42,12 @@ def together(count, function):
 
         return meet
 
+    return gather
+
+
+def together(count, function):
+    """Run ``function(rank, gather)`` in ``count`` threads, which gather from each other."""
+    gather = gathering(count)
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(lambda rank: function(rank, gather(rank)), range(count)))
 
@@ -109,16 +115,12 @@ class Turns:
 
 
 @given(
-    st.lists(
-        st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=3), min_size=2, max_size=3
-    ),
+    st.lists(st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=3), min_size=2, max_size=3),
     st.integers(1, 5),
     st.randoms(use_true_random=False),
 )
 @settings(deadline=None, max_examples=50)
-def test_turns_that_follow_from_results_are_served_in_one_order_on_all_ranks(
-    delays, rows, chance
-):
+def test_turns_that_follow_from_results_are_served_in_one_order_on_all_ranks(delays, rows, chance):
     count, luck = len(delays), chance.randrange(2**30)
 
     def serve(rank, gather):

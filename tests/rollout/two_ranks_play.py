@@ -141,9 +141,7 @@ def over_steps(engine, folder, rank):
         max_tokens_per_step=4,
         max_staleness=LENGTH,
     )
-    world = build_environments(
-        Device("w"), Rank(), environments=config, environment=Delayed
-    )
+    world = build_environments(Device("w"), Rank(), environments=config, environment=Delayed)
     state, rows = {}, []
     weights = {
         name: weight + 0.01 * weight.flip(0) if "mlp" in name else weight

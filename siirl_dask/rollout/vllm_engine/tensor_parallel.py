@@ -120,9 +120,7 @@ class TensorParallelQueue:
         """
         self._exchanges += 1
         each, more = divmod(limit, self._size)
-        return [
-            each + ((rank - self._exchanges) % self._size < more) for rank in range(self._size)
-        ]
+        return [each + ((rank - self._exchanges) % self._size < more) for rank in range(self._size)]
 
     def _packed(self, requests: Sequence[GenerationRequest], *, ended: bool) -> bytes:
         """Return this rank's message: nothing at all where there is nothing new to say."""
