@@ -89,7 +89,8 @@ def decode_with_drafts(
     rows = [_SampledRow(limit) for limit in limits]
     batch = np.arange(len(rows))
     passed = 0
-    _take(rows, batch, choose, logits, ends, drafts)
+    drawing = _Drawing(rows, choose, ends, drafts)
+    drawing.take(batch, logits)
     while not all(rows[row].ended for row in batch):
         under_way = np.array([not rows[row].ended for row in batch])
         if 1 - under_way.mean() >= ENDED:
@@ -101,7 +102,7 @@ def decode_with_drafts(
             room = own.limit - len(own.tokens) - 1
             own.draft = [] if own.ended else drafts.draft(int(row), room)
         logits = _pass(model, cache, [rows[row] for row in batch], pad_token)
-        cache.keep(_take(rows, batch, choose, logits, ends, drafts))
+        cache.keep(drawing.take(batch, logits))
     drafts.remember()
     sampled = sum(len(row.tokens) - 1 for row in rows)
     return (
@@ -136,29 +137,32 @@ def _pass(
     return logits.to(torch.float32)
 
 
-def _take(
-    rows: Sequence[_SampledRow],
-    batch: NDArray[np.intp],
-    choose: ChooseAt,
-    logits: Tensor,
-    ends: frozenset[int],
-    drafts: BatchDrafts,
-) -> NDArray[np.int64]:
-    """Draw the tokens of a pass, and return how many of them each row of the batch takes. [n, V] ->
-    [B].
-    """
-    drawing = [row for row in batch if not rows[row].ended]
-    counts = [1 + len(rows[row].draft) for row in drawing]
-    begun = np.repeat([len(rows[row].tokens) for row in drawing], counts)
-    firsts = np.cumsum(counts) - counts
-    places = begun + np.arange(sum(counts)) - np.repeat(firsts, counts)
-    tokens, logprobs = on_host(*choose(logits, np.repeat(drawing, counts), places))
-    taken = np.zeros(len(batch), dtype=np.int64)
-    place_of_row = {int(row): place for place, row in enumerate(batch)}
-    for row, first, count in zip(drawing, firsts, counts, strict=True):
-        own = rows[row]
-        drawn = tokens[first : first + count].tolist()
-        more = own.take(drawn, logprobs[first : first + count].tolist(), ends)
-        drafts.add(int(row), drawn[:more], drafted=len(own.draft))
-        taken[place_of_row[int(row)]] = more
-    return taken
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """Draws the tokens of rows."""
+
+    rows: Sequence[_SampledRow]
+    choose: ChooseAt
+    ends: frozenset[int]
+    drafts: BatchDrafts
+
+    def take(self, batch: NDArray[np.intp], logits: Tensor) -> NDArray[np.int64]:
+        """Draw the tokens of a pass, and return how many of them each row of the batch takes. [B],
+        [n, V] -> [B].
+        """
+        drawing = [row for row in batch if not self.rows[row].ended]
+        counts = [1 + len(self.rows[row].draft) for row in drawing]
+        begun = np.repeat([len(self.rows[row].tokens) for row in drawing], counts)
+        firsts = np.cumsum(counts) - counts
+        places = begun + np.arange(sum(counts)) - np.repeat(firsts, counts)
+        chosen, scores = self.choose(logits, np.repeat(drawing, counts), places)
+        tokens, logprobs = on_host(chosen, scores)
+        taken = np.zeros(len(batch), dtype=np.int64)
+        place_of_row = {int(row): place for place, row in enumerate(batch)}
+        for row, first, count in zip(drawing, firsts, counts, strict=True):
+            own = self.rows[row]
+            drawn = tokens[first : first + count].tolist()
+            more = own.take(drawn, logprobs[first : first + count].tolist(), self.ends)
+            self.drafts.add(int(row), drawn[:more], drafted=len(own.draft))
+            taken[place_of_row[int(row)]] = more
+        return taken

@@ -211,8 +211,11 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         given = self._model, prompts, limits, ends, self._pad_token, choose
         shown = () if self._reader is None else self._reader.read(requests)
         if self._draft_tokens and on_tokens is None and not any(shown):
-            lists = self._with_drafts(requests, ends, choose)
-            return [self._cut(*row, ends) for row in zip(*lists, limits, strict=True)]
+            drawn_rows, scores = self._with_drafts(requests, ends, choose)
+            return [
+                self._cut(row, logprobs_of_row, limit, ends)
+                for row, logprobs_of_row, limit in zip(drawn_rows, scores, limits, strict=True)
+            ]
         if self._decodes:
             tokens, logprobs = decode(
                 *given, images=shown, recorder=self._recorder, graphs=self._graphs

@@ -1,5 +1,5 @@
-"""What test_vllm_play.py does in both ranks of an engine, and again with an engine of one rank
-each: turns, self-play, tools, episodes over several steps, agents, and routes.
+"""Turns and more in both ranks of an engine, and again with an engine of one rank each, for
+test_vllm_play.py: turns, self-play, tools, episodes over several steps, agents, and routes.
 """
 
 import pyarrow as pa
@@ -26,7 +26,7 @@ EXACT = ["row_id", "episode_id", "segment", "agent", "prompt_ids", "response_ids
          "turns", "finish_reason", "reward", "sampling_seed", "token_versions", "routed_experts"]  # fmt: skip
 LENGTH = 40
 PROMPTS = {0: ["one", "say two", "3"], 1: ["and four"]}
-"""Of each rank: one has more, and one none where it is asked for an empty part."""
+"""The prompts of each rank: one has more than the other."""
 
 
 def played(engine, folder, rank):

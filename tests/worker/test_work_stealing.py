@@ -16,6 +16,7 @@ from siirl_dask.coordinator.databuffer.slots import Window
 from siirl_dask.coordinator.transport.messages import Op, Request, TransitionKey
 from siirl_dask.errors import Aborted, PeerError
 from siirl_dask.rollout import GenerationRequest, Sampling
+from siirl_dask.rollout.requests import RequestMessage
 from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue
 from siirl_dask.testing.local_pool import LocalTransport
 from siirl_dask.worker.shared_items import MESSAGE, ExpectedWork, pack
@@ -49,13 +50,13 @@ class Role:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
 
-    def work(self, name, items, on_result=None):
+    def work(self, name, items, on_result=None, codec=CODEC):
         at = self.names.index(name)
         submit = partial(asyncio.run_coroutine_threadsafe, loop=self.loop)
         bridge = LoopBridge(submit, partial(result_of, stop=self.stop), self.stop.check)
         peers = self.names[at + 1 :] + self.names[:at]
         return StealableQueue(
-            WorkQueue(items, CODEC, on_result), KEY, peers, self.services[name], bridge
+            WorkQueue(items, codec, on_result), KEY, peers, self.services[name], bridge
         )
 
     def call(self, coroutine):
@@ -225,6 +226,8 @@ def test_engines_of_two_ranks_take_over_rows_of_each_other_and_compute_alike():
         [GenerationRequest([rank, at], at, ONE) for at in range(20 - 15 * rank)] for rank in (0, 1)
     ]
     items += [[], []]
+    message = RequestMessage(version=0)
+    codec = Codec(message.pack, message.read, plain, plain)
     stolen = threading.Event()
 
     def serve(rank, work, gather):
@@ -232,18 +235,24 @@ def test_engines_of_two_ranks_take_over_rows_of_each_other_and_compute_alike():
             assert stolen.wait(10)
         queue = TensorParallelQueue(work, gather, rank=rank % 2, size=2, version=0)
         order = []
-        while taken := queue.next(4, wait=True):
-            assert len(taken) <= 4
-            for ticket, request in taken:
-                order.append(tuple(request.prompt))
-                queue.complete(ticket, request.prompt[0] * 100 + request.prompt[1])
-            if rank >= 2:
-                stolen.set()
-        assert work.ended()
-        return work.results(), order, work.taken_over
+        try:
+            while taken := queue.next(4, wait=True):
+                assert len(taken) <= 4
+                for ticket, request in taken:
+                    order.append(tuple(request.prompt))
+                    queue.complete(ticket, request.prompt[0] * 100 + request.prompt[1])
+                if rank >= 2:
+                    stolen.set()
+            assert work.ended()
+            return work.results(), order, work.taken_over
+        except BaseException:
+            role.stop.set(f"rank {rank} failed")
+            raise
 
     with Role(4) as role, ThreadPoolExecutor(4) as threads:
-        works = [role.work(name, own) for name, own in zip(role.names, items, strict=True)]
+        works = [
+            role.work(name, own, codec=codec) for name, own in zip(role.names, items, strict=True)
+        ]
         gathers = [gathering(2) for _ in range(2)]
         running = [
             threads.submit(serve, rank, work, gathers[rank // 2](rank % 2))
