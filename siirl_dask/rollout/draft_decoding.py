@@ -89,8 +89,8 @@ def decode_with_drafts(
     rows = [_SampledRow(limit) for limit in limits]
     batch = np.arange(len(rows))
     passed = 0
-    drawing = _Drawing(rows, choose, ends, drafts)
-    drawing.take(batch, logits)
+    draws = _PassDraws(rows, choose, ends, drafts)
+    draws.take(batch, logits)
     while not all(rows[row].ended for row in batch):
         under_way = np.array([not rows[row].ended for row in batch])
         if 1 - under_way.mean() >= ENDED:
@@ -102,7 +102,7 @@ def decode_with_drafts(
             room = own.limit - len(own.tokens) - 1
             own.draft = [] if own.ended else drafts.draft(int(row), room)
         logits = _pass(model, cache, [rows[row] for row in batch], pad_token)
-        cache.keep(drawing.take(batch, logits))
+        cache.keep(draws.take(batch, logits))
     drafts.remember()
     sampled = sum(len(row.tokens) - 1 for row in rows)
     return (
@@ -138,7 +138,7 @@ def _pass(
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawing:
+class _PassDraws:
     """Draws the tokens of rows."""
 
     rows: Sequence[_SampledRow]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from siirl_dask.config import RolloutConfig
 from siirl_dask.models.longest_row import check_frequencies_are_pinned
 from siirl_dask.models.routing import needed_routing
 from siirl_dask.models.slower_families import loop_note
@@ -41,16 +42,17 @@ def _build(inputs: EngineInputs) -> RolloutEngine:
     # imports torch and transformers
     from siirl_dask.rollout.transformers_engine import TransformersEngine
 
-    routing = needed_routing(inputs.model.path) if inputs.rollout.router_replay else None
+    rollout: RolloutConfig = inputs.rollout
+    routing = needed_routing(inputs.model.path) if rollout.router_replay else None
     with inputs.device.stage("the loading of weights"):
         return TransformersEngine(
             inputs.model,
             device=inputs.device.torch_name,
-            max_rows=inputs.rollout.max_rows,
+            max_rows=rollout.max_rows,
             progress=inputs.device.progress,
             processor=inputs.processor,
             routing=routing,
-            draft_tokens=inputs.rollout.draft_tokens,
+            draft_tokens=rollout.draft_tokens,
         )
 
 
