@@ -222,6 +222,8 @@ def all_gather_bytes(
         else torch.zeros(0, dtype=torch.uint8)
     )
     lengths = all_gather(group, torch.tensor([len(own)]), check).flatten().tolist()
+    if not any(lengths):
+        return [b""] * len(lengths)
     parts = all_gather(group, pad(own, (0, max(lengths) - len(own))), check)
     return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 

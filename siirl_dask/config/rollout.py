@@ -160,12 +160,16 @@ class RolloutConfig:
     """Choice of the rollout worker that samples a prompt: ``anywhere``, the worker that loaded it;
     ``balanced``, the least loaded worker, longest prompts first. None: ``balanced`` with
     ``expected_length_column``, else ``anywhere``."""
-    work_stealing: bool | None = None
+    work_stealing: bool = True
     """Let a worker that has nothing left to begin take over rows that wait at others, beyond their
-    ``max_rows``. None: on, except with ``tensor_parallel_size`` above 1."""
+    ``max_rows``."""
     router_replay: bool = False
     """Record the experts that each token goes to in the engine, and let the policy replay them (R3,
     arXiv:2510.11370)."""
+    draft_tokens: int = 0
+    """Most tokens of a response that are drafted before a pass of the model, as they came after the
+    same tokens in the prompt or in other responses to it. Those that the engine would draw are
+    taken together, so that samples do not change. 0: none are drafted."""
     tensor_parallel_size: int = 1
     """Number of consecutive workers of the role that form one vLLM engine, each with a slice of
     the model."""
@@ -212,7 +216,13 @@ class RolloutConfig:
             max_rows=self.max_rows,
         )
         at_least("rollout", 1, tensor_parallel_size=self.tensor_parallel_size)
-        at_least("rollout", 0, top_k=self.top_k, max_staleness=self.max_staleness)
+        at_least(
+            "rollout",
+            0,
+            top_k=self.top_k,
+            max_staleness=self.max_staleness,
+            draft_tokens=self.draft_tokens,
+        )
         above("rollout", 0, temperature=self.temperature)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"rollout.top_p={self.top_p}: expected more than 0 and at most 1")
@@ -247,12 +257,6 @@ class RolloutConfig:
         else:
             self._check_own_engine()
         size = self.tensor_parallel_size
-        if size > 1 and self.work_stealing:
-            raise ConfigError(
-                f"rollout.work_stealing=true and rollout.tensor_parallel_size={size}: the workers "
-                "of an engine begin all rows together, so that there are none to take over; leave "
-                "work_stealing out, or give false"
-            )
         self._check_sglang()
         if self.engine != Engine.transformers:
             return
@@ -345,8 +349,8 @@ class RolloutConfig:
         refused = {
             "partial=true": self.partial
             and "tokens of a response would have routes of several weights",
-            f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1
-            and "routes are recorded in engines of one worker",
+            f"draft_tokens={self.draft_tokens}": self.draft_tokens > 0
+            and "routes are recorded a token at a time",
             "vllm.enforce_eager=false": self.vllm.enforce_eager is False
             and "routers tell their choices outside of compiled graphs alone",
         }

@@ -27,6 +27,7 @@ from siirl_dask.rollout import (
     Sampling,
     processor_of,
 )
+from siirl_dask.rollout.engine import take_passes
 from siirl_dask.rollout.requests import RequestMessage, Sampled, pack_sampled, read_sampled
 from siirl_dask.schema import (
     FINISH_REASON,
@@ -149,15 +150,23 @@ def generate_all(
         queue = ctx.steal_from_peers(ordered_requests, codec, on_result)
     ctx.free_device()
     start = time.perf_counter()
-    engine.serve(_ProgressQueue(queue, ctx.device))
+    engine.serve(_ProgressQueue(queue, ctx.device, ctx.check_stop))
     busy_seconds = time.perf_counter() - start
     ctx.log("rollout/busy_seconds", busy_seconds)
     ctx.log("rollout/longest_busy_seconds", busy_seconds, Reduce.MAX)
     with ctx.device.waiting():
         sampled = queue.results()
     ctx.log("rollout/taken_over", queue.taken_over, Reduce.SUM)
+    log_passes(ctx)
     in_request_order = dict(zip(order, sampled, strict=True))
     return [in_request_order[at] for at in range(len(requests))]
+
+
+def log_passes(ctx: Context) -> None:
+    """Log the tokens that a row got in a pass of the model, of an engine that drafts tokens."""
+    own = take_passes(ctx.resource)
+    if own.passes:
+        ctx.log("rollout/tokens_per_pass", own.tokens / own.passes, weight=own.passes)
 
 
 def _codec(version: int) -> Codec[GenerationRequest, Sampled]:
@@ -200,14 +209,20 @@ class _ProgressQueue:
 
     queue: Any
     device: Device
+    check_stop: Callable[[], None]
     running: int = 0
     """Requests that the engine has begun and not finished."""
 
     def next(self, limit: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
         with self.device.waiting() if wait else nullcontext():
             requests: Sequence[tuple[Any, GenerationRequest]] = self.queue.next(limit, wait=wait)
-        self._change_running(len(requests))
+        if requests:
+            self._change_running(len(requests))
         return requests
+
+    def ended(self) -> bool:
+        self.check_stop()
+        return bool(self.queue.ended())
 
     def complete(self, ticket: Any, result: Generation) -> None:
         self.queue.complete(ticket, Sampled(result, self.device.worker))

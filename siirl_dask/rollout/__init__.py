@@ -17,6 +17,7 @@ from siirl_dask.models.shapes import read_widths
 from siirl_dask.planner import builds
 from siirl_dask.rollout.engine import (
     AdaptableEngine,
+    DraftsTokens,
     FinishReason,
     Generation,
     GenerationRequest,
@@ -24,6 +25,7 @@ from siirl_dask.rollout.engine import (
     RecordsRoutes,
     RequestQueue,
     RolloutEngine,
+    RowPasses,
     Sampling,
     SeesImages,
     TakesAdapters,
@@ -47,6 +49,7 @@ from siirl_dask.rollout.specs import (
 
 __all__ = [
     "Abilities",
+    "DraftsTokens",
     "EngineFacts",
     "EngineInputs",
     "EngineMemory",
@@ -60,6 +63,7 @@ __all__ = [
     "RecordsRoutes",
     "RequestQueue",
     "RolloutEngine",
+    "RowPasses",
     "Sampling",
     "SeesImages",
     "TakesAdapters",

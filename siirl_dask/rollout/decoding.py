@@ -25,6 +25,7 @@ from siirl_dask.models.head import head_output
 from siirl_dask.models.score_attention import attend_by_scores
 from siirl_dask.models.spans import EAGER, register_with_probe, trial_length, window_of
 from siirl_dask.rollout.decode_graphs import DecodeGraphs, FixedCache, GraphDecoder, GraphRows
+from siirl_dask.rollout.draft_cache import DraftCache
 from siirl_dask.rollout.image_prompts import PromptImages, inputs_with_images
 from siirl_dask.rollout.route_recording import RouteRecorder
 from siirl_dask.rollout.row_states import row_states, state_arguments
@@ -34,7 +35,8 @@ DECODING = "siirl_decoding"
 """Name of ``cached_attention`` in transformers. No mask function has that name, so transformers
 makes no mask."""
 _COLUMNS = 32  # least number of columns by which a cache grows
-_ENDED = 0.25  # share of a batch that must have ended for the others to be copied together
+ENDED = 0.25
+"""Share of a batch that must have ended for the others to be copied together."""
 
 Choose = Callable[[Tensor, NDArray[np.intp], int], tuple[Tensor, Tensor]]
 """``(logits [b, V] float32, rows [b], at)`` gives tokens and log-probs, [b] each, of rows at
@@ -56,7 +58,8 @@ class KeyValueCache:
         self._lengths = lengths
         self._width = width
         self._uneven = bool((lengths < width).any())
-        self._stored: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self.stored: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        """Keys and values of each layer. [B, H, C, D]."""
         self._masks: dict[int | None, Tensor | None] = {}
 
     def positions(self, count: int) -> Tensor:
@@ -73,13 +76,13 @@ class KeyValueCache:
         """
         end = self.columns + key.shape[2]
         if not self.columns:
-            self._stored[layer] = key, value
+            self.stored[layer] = key, value
             return key, value
-        keys, values = self._stored[layer]
+        keys, values = self.stored[layer]
         if keys.shape[2] < end:
             keys = _grown(keys, self.columns)
             values = _grown(values, self.columns)
-            self._stored[layer] = keys, values
+            self.stored[layer] = keys, values
         keys[:, :, self.columns : end] = key
         values[:, :, self.columns : end] = value
         return keys[:, :, :end], values[:, :, :end]
@@ -91,8 +94,8 @@ class KeyValueCache:
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order; a row may be named several times."""
-        for layer, pair in self._stored.items():
-            self._stored[layer] = tuple(each[:, :, : self.columns][rows] for each in pair)  # type: ignore[assignment]
+        for layer, pair in self.stored.items():
+            self.stored[layer] = tuple(each[:, :, : self.columns][rows] for each in pair)  # type: ignore[assignment]
         self._lengths = self._lengths[rows]
 
     def continued(
@@ -104,7 +107,7 @@ class KeyValueCache:
         ``prompts`` [B] says which row of this cache each of its rows is.
         """
         rows = GraphRows(prompts, self._width - self._lengths[prompts], logits)
-        return graphs.begin(self._stored, rows, self.columns + longest)
+        return graphs.begin(self.stored, rows, self.columns + longest)
 
     def mask(self, query: Tensor, window: int | None) -> Tensor | None:
         """Return what is added to the scores of the pass's tokens, [B or 1, 1, count, C], made once
@@ -150,7 +153,7 @@ def cached_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    decoding: KeyValueCache | FixedCache,
+    decoding: KeyValueCache | FixedCache | DraftCache,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -351,14 +354,14 @@ def decode(
     ]
     for at in range(max(limits)):
         chosen, scores = choose(logits, rows, at)
-        drawn, drawn_logprobs = _on_host(chosen, scores)
+        drawn, drawn_logprobs = on_host(chosen, scores)
         tokens[at, rows] = drawn
         logprobs[at, rows] = drawn_logprobs
         ended |= is_end[drawn] | (longest[rows] <= at + 1)
         if ended.all():
             break
         decoder.append(chosen)
-        if ended.mean() >= _ENDED:
+        if ended.mean() >= ENDED:
             left = np.flatnonzero(~ended)
             decoder.select(left)
             rows = rows[left]
@@ -369,7 +372,7 @@ def decode(
     return torch.from_numpy(tokens[: at + 1].T), torch.from_numpy(logprobs[: at + 1].T)
 
 
-def _on_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def on_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Return both as arrays, by one copy: for each the host would wait until the device is done.
     [B], [B].
     """

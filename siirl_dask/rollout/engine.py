@@ -159,6 +159,13 @@ class RequestQueue(Protocol):
         """
         ...
 
+    def ended(self) -> bool:
+        """Return whether no more requests will come. Raises what is to end a wait for them.
+
+        For engines of several ranks, which ask for requests without ``wait``, and wait together.
+        """
+        ...
+
     def complete(self, ticket: Any, result: Generation) -> None:
         """Give the result of the request that came with ``ticket``."""
         ...
@@ -186,6 +193,9 @@ class LocalQueue(Generic[I, R]):
 
     def next(self, limit: int, *, wait: bool) -> list[tuple[int, I]]:
         return [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
+
+    def ended(self) -> bool:
+        return not self._waiting
 
     def complete(self, ticket: int, result: R) -> None:
         self._results[ticket] = result
@@ -299,6 +309,25 @@ class RecordsRoutes(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RowPasses:
+    """Passes of a model over rows that it samples, after their prompts were read."""
+
+    tokens: int = 0
+    """Tokens that were sampled in them."""
+    passes: int = 0
+    """Passes, each counted once for every row that had not ended."""
+
+
+@runtime_checkable
+class DraftsTokens(Protocol):
+    """An engine that may sample several tokens of a row in one pass."""
+
+    def take_passes(self) -> RowPasses | None:
+        """Return the passes since this was called last; None where it drafts no tokens."""
+        ...
+
+
 @runtime_checkable
 class FitsAdapters(Protocol):
     """An engine whose adapters several agents can take turns with."""
@@ -333,6 +362,15 @@ def routing_of(engine: RolloutEngine) -> Routing | None:
     """Return the routers whose choices an engine records; None where it records none."""
     own = behind(engine)
     return own.routing if isinstance(own, RecordsRoutes) else None
+
+
+def take_passes(engine: RolloutEngine) -> RowPasses:
+    """Return the passes of an engine since this was called last; none of one that drafts no
+    tokens.
+    """
+    own = behind(engine)
+    passes = own.take_passes() if isinstance(own, DraftsTokens) else None
+    return RowPasses() if passes is None else passes
 
 
 def serve_all(

@@ -84,6 +84,8 @@ def _check_abilities(spec: EngineSpec, role: EngineRole) -> None:
     if not own.tensor_parallel and rollout.tensor_parallel_size > 1:
         key = f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}"
         asked[key] = ("is on one worker", "tensor_parallel")
+    if not own.drafts and rollout.draft_tokens:
+        asked[f"rollout.draft_tokens={rollout.draft_tokens}"] = ("drafts no tokens", "drafts")
     if rollout.sampler not in own.samplers:
         asked[f"rollout.sampler={rollout.sampler}"] = (f"has {', '.join(own.samplers)}", "samplers")
     for key, (reason, ability) in asked.items():

@@ -147,6 +147,9 @@ class Abilities:
     ``RecordsRoutes``."""
     tensor_parallel: bool = False
     """Whether several workers can form one engine (``rollout.tensor_parallel_size``)."""
+    drafts: bool = False
+    """Whether it takes several tokens of a row in a pass where drafts of them are right
+    (``rollout.draft_tokens``): the engine is a ``DraftsTokens``."""
 
 
 def _given_cache(rollout: RolloutConfig) -> int:

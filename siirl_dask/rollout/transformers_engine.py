@@ -26,11 +26,14 @@ from siirl_dask.models.routing import Routing
 from siirl_dask.rollout.base_weights import BaseWeights, MergesAdapters
 from siirl_dask.rollout.decode_graphs import decode_graphs
 from siirl_dask.rollout.decoding import decode, use_decoding
+from siirl_dask.rollout.draft_decoding import ChooseAt, decode_with_drafts
+from siirl_dask.rollout.drafts import BatchDrafts, EarlierResponses
 from siirl_dask.rollout.engine import (
     FinishReason,
     Generation,
     GenerationRequest,
     RequestQueue,
+    RowPasses,
     Sampling,
     Tokenizer,
     check_no_images,
@@ -40,6 +43,7 @@ from siirl_dask.rollout.engine import (
 from siirl_dask.rollout.image_prompts import PromptImageReader
 from siirl_dask.rollout.plain_generate import check_generate, generate
 from siirl_dask.rollout.route_recording import RouteRecorder
+from siirl_dask.rollout.row_states import row_states
 from siirl_dask.rollout.specs import alternatives
 from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
@@ -62,9 +66,12 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         progress: Callable[[], None] = lambda: None,
         processor: ImageProcessor | None = None,
         routing: Routing | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         """``progress`` is called for each token, and each weight that is loaded. Without a
         ``processor`` requests with images are refused. With ``routing`` samples have their routes.
+        Up to ``draft_tokens`` tokens of a row are drafted before a pass; ConfigError for a model
+        that cannot go back to fewer tokens.
         """
         self._model, tokenizer = _load(model, device)
         self.tokenizer: Tokenizer = tokenizer
@@ -88,9 +95,16 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
                 f"{alternatives('transformers', lambda able: able.images and able.routes)}, or "
                 "another model"
             )
+        self._draft_tokens = draft_tokens
+        if draft_tokens:
+            self._check_drafts(model.path)
+        self._earlier = EarlierResponses()
+        self._passes = RowPasses()
         self.routing = routing
         self._recorder = None if routing is None else RouteRecorder(self._model, routing)
-        self._graphs = decode_graphs(self._model, torch.device(device)) if self._decodes else None
+        self._graphs = None
+        if self._decodes and not draft_tokens:
+            self._graphs = decode_graphs(self._model, torch.device(device))
         self.processor = processor
         self._reader = None if processor is None else PromptImageReader(self._model, processor)
         self.context_length: int | None = getattr(
@@ -146,6 +160,16 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
                 self._progress()
         self.version = version
 
+    def take_passes(self) -> RowPasses | None:
+        """Return the passes over rows with drafts since this was called last; None without
+        drafts.
+        """
+        if not self._draft_tokens:
+            return None
+        passes = self._passes
+        self._passes = RowPasses()
+        return passes
+
     def sleep(self, *, weights_follow: bool = False) -> None:
         """Free the cache of captured steps, with these, and what torch's allocator keeps for
         later.
@@ -161,11 +185,11 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
     def _generate_batch(
         self,
         requests: Sequence[GenerationRequest],
-        on_tokens: Callable[[Tensor], None] = lambda drawn: None,
+        on_tokens: Callable[[Tensor], None] | None = None,
     ) -> list[Generation]:
         """Generate for requests with equal sampling parameters, up to the longest response that
         one of them allows. ``on_tokens`` is called with the tokens of each position, those of the
-        rows that have not ended.
+        rows that have not ended; then no tokens are drafted.
         """
         prompts = [request.prompt for request in requests]
         limits = [request.sampling.max_tokens for request in requests]
@@ -175,14 +199,23 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         begun = np.array([request.begun for request in requests], dtype=np.uint64)
         draw = TokenSampler(sampling)
 
-        def choose(logits: Tensor, rows: NDArray[np.intp], at: int) -> tuple[Tensor, Tensor]:
+        def choose(
+            logits: Tensor, rows: NDArray[np.intp], at: int | NDArray[np.intp]
+        ) -> tuple[Tensor, Tensor]:
             self._progress()
-            drawn, logprobs = draw(logits, seeds[rows], begun[rows] + np.uint64(at))
-            on_tokens(drawn)
+            drawn, logprobs = draw(logits, seeds[rows], begun[rows] + np.asarray(at, np.uint64))
+            if on_tokens is not None:
+                on_tokens(drawn)
             return drawn, logprobs
 
         given = self._model, prompts, limits, ends, self._pad_token, choose
         shown = () if self._reader is None else self._reader.read(requests)
+        if self._draft_tokens and on_tokens is None and not any(shown):
+            drawn_rows, scores = self._with_drafts(requests, ends, choose)
+            return [
+                self._cut(row, logprobs_of_row, limit, ends)
+                for row, logprobs_of_row, limit in zip(drawn_rows, scores, limits, strict=True)
+            ]
         if self._decodes:
             tokens, logprobs = decode(
                 *given, images=shown, recorder=self._recorder, graphs=self._graphs
@@ -199,6 +232,43 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
             replace(sample, routes=self._recorder.routes(row, len(sample.token_ids)))
             for row, sample in enumerate(cut)
         ]
+
+    def _with_drafts(
+        self, requests: Sequence[GenerationRequest], ends: frozenset[int], choose: ChooseAt
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Return tokens and log-probs of each row, of which several may come from one pass."""
+        prompts = [request.prompt for request in requests]
+        drafts = BatchDrafts(
+            prompts,
+            [request.begun for request in requests],
+            self._earlier,
+            most=self._draft_tokens,
+        )
+        tokens, logprobs, own = decode_with_drafts(
+            self._model,
+            prompts,
+            [request.sampling.max_tokens for request in requests],
+            ends,
+            pad_token=self._pad_token,
+            choose=choose,
+            drafts=drafts,
+        )
+        before = self._passes
+        self._passes = RowPasses(before.tokens + own.tokens, before.passes + own.passes)
+        return tokens, logprobs
+
+    def _check_drafts(self, path: str) -> None:
+        """Raise ConfigError for a model that cannot go back to fewer tokens of a row."""
+        has_states = row_states(self._model) is not None
+        if self._decodes and not has_states:
+            return
+        why = "has layers with states of the rows, which cannot go back by some tokens"
+        if not self._decodes:
+            why = "generates with transformers' own loop alone"
+        raise ConfigError(
+            f"rollout.draft_tokens={self._draft_tokens}: model.path={path!r}, a "
+            f"{type(self._model).__name__}, {why}; leave it at 0"
+        )
 
     def _cut(
         self, tokens: list[int], logprobs: list[float], limit: int, ends: frozenset[int]

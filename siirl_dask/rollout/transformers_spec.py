@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from siirl_dask.config import RolloutConfig
 from siirl_dask.models.longest_row import check_frequencies_are_pinned
 from siirl_dask.models.routing import needed_routing
 from siirl_dask.models.slower_families import loop_note
@@ -41,15 +42,17 @@ def _build(inputs: EngineInputs) -> RolloutEngine:
     # imports torch and transformers
     from siirl_dask.rollout.transformers_engine import TransformersEngine
 
-    routing = needed_routing(inputs.model.path) if inputs.rollout.router_replay else None
+    rollout: RolloutConfig = inputs.rollout
+    routing = needed_routing(inputs.model.path) if rollout.router_replay else None
     with inputs.device.stage("the loading of weights"):
         return TransformersEngine(
             inputs.model,
             device=inputs.device.torch_name,
-            max_rows=inputs.rollout.max_rows,
+            max_rows=rollout.max_rows,
             progress=inputs.device.progress,
             processor=inputs.processor,
             routing=routing,
+            draft_tokens=rollout.draft_tokens,
         )
 
 
@@ -60,7 +63,8 @@ def _footprint(engine: EngineOnWorkers) -> Footprint:
     size = engine.dtype.itemsize * engine.size.total
     rows = rows_of_all_ranks(engine.rollout)
     tokens = cache_rows(rows) * cache_columns(engine.longest)
-    working = {"keys and values": tokens * engine.token_bytes, **sampler_bytes(engine, rows)}
+    drawn = rows * (1 + engine.rollout.draft_tokens)
+    working = {"keys and values": tokens * engine.token_bytes, **sampler_bytes(engine, drawn)}
     return Footprint(held={"weights": size}, working=working, loading=size)
 
 
@@ -73,6 +77,6 @@ SPEC = EngineSpec(
     build=_build,
     check=_check,
     installation=Installation(library="transformers", by_auto=True),
-    abilities=Abilities(images=True, adapters=True, routes=True),
+    abilities=Abilities(images=True, adapters=True, routes=True, drafts=True),
     memory=EngineMemory(footprint=_footprint, changes=_changes),
 )

@@ -70,9 +70,6 @@ class DataSettings:
         peer_timeout = config.cluster.peer_timeout
         if not peer_timeout:
             peer_timeout = _PEER_TIMEOUT_ON_HOST if len(hosts) == 1 else _PEER_TIMEOUT_OF_LINKS
-        stealing = config.rollout.work_stealing is not False
-        if config.rollout.tensor_parallel_size > 1:
-            stealing = False
         return DataSettings(
             transport=data.transport,
             limits=BufferLimits(
@@ -83,7 +80,7 @@ class DataSettings:
             quadratic_from=data.quadratic_from,
             peer_timeout=peer_timeout,
             stall_timeout=config.cluster.stall_timeout,
-            stealing=stealing,
+            stealing=config.rollout.work_stealing,
             stream_bytes=parse_bytes("rollout.weight_bucket", config.rollout.weight_bucket),
             weight_sync=config.rollout.weight_sync,
             ahead=config.run.lookahead + (config.rollout.steps_ahead or 0),

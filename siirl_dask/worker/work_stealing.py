@@ -59,6 +59,11 @@ class WorkQueue(Generic[I, R]):
         self._results: dict[int, R] = {}
         self._changed = threading.Condition()
 
+    def has_waiting(self) -> bool:
+        """Return whether an item has not begun."""
+        with self._changed:
+            return bool(self._waiting)
+
     def pop(self, limit: int) -> list[tuple[int, I]]:
         """Return the first items that wait, at most ``limit``, to be begun here."""
         with self._changed:
@@ -231,6 +236,8 @@ class StealableQueue(Generic[I, R]):
         self._bridge = bridge
         self._peers = list(peers[:_MAX_PEERS])
         self._stealing: Future[Any] | None = None
+        self._stolen: deque[tuple[Ticket, I]] = deque()
+        """Stolen items that have not begun."""
         self._computed: dict[str, list[tuple[int, Any]]] = {}
         self._returning: list[Future[Any]] = []
         self.taken_over = 0
@@ -248,17 +255,19 @@ class StealableQueue(Generic[I, R]):
         own_items = self._queue.pop(limit)
         if own_items:
             return [(Ticket(None, number), item) for number, item in own_items]
-        if self._stealing is None and self._peers:
-            self._stealing = self._bridge.submit(self._steal(limit))
-        stealing = self._stealing
-        if stealing is None:
-            return []
-        if not wait and not stealing.done():
-            return []
-        self._stealing = None
-        peer, items = self._bridge.wait(stealing)
-        self.taken_over += len(items)
-        return [(Ticket(peer, number), item) for number, item in items]
+        if not self._stolen:
+            self._take_stolen(limit, wait=wait)
+        # a peer was asked for as many as there was room for then
+        return [self._stolen.popleft() for _ in range(min(limit, len(self._stolen)))]
+
+    def ended(self) -> bool:
+        """Return whether no item is left to begin, here or at a peer. Aborted when the worker was
+        told to stop.
+        """
+        self._bridge.check()
+        if self._stealing is not None or self._peers or self._stolen:
+            return False
+        return not self._queue.has_waiting()
 
     def complete(self, ticket: Ticket, result: R) -> None:
         """Store the result of an item; that of a stolen one is sent to its owner with the next
@@ -280,6 +289,22 @@ class StealableQueue(Generic[I, R]):
         while (results := self._queue.results(timeout=0.1)) is None:
             self._bridge.check()
         return results
+
+    def _take_stolen(self, limit: int, *, wait: bool) -> None:
+        """Take the items that a peer has sent, and ask one for up to ``limit`` where none was
+        asked.
+        """
+        if self._stealing is None and self._peers and limit:
+            self._stealing = self._bridge.submit(self._steal(limit))
+        stealing = self._stealing
+        if stealing is None:
+            return
+        if not wait and not stealing.done():
+            return
+        self._stealing = None
+        peer, items = self._bridge.wait(stealing)
+        self.taken_over += len(items)
+        self._stolen.extend((Ticket(peer, number), item) for number, item in items)
 
     async def _steal(self, limit: int) -> tuple[str, list[tuple[int, I]]]:
         while self._peers:

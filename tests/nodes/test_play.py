@@ -395,7 +395,7 @@ def test_validation_plays_greedily_or_as_it_says():
 @pytest.mark.parametrize(
     ("rollout", "said"),
     [
-        (RolloutConfig(tensor_parallel_size=2, engine="vllm"), "tensor_parallel_size=2"),
+        (RolloutConfig(router_replay=True), "rollout.router_replay=true"),
         (
             RolloutConfig(partial=True, max_tokens_per_step=9, max_response_length=9),
             "rollout.partial=true",

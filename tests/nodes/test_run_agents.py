@@ -458,8 +458,8 @@ def test_a_program_that_hangs_is_killed(engine, live, tmp_path):
         ({}, r"agent=None and command=\[\]: expected one of them"),
         ({"agent": living.talks, "command": ("true",)}, "expected one of them"),
         (
-            {"agent": living.talks, "rollout": rollout(engine="vllm", tensor_parallel_size=2)},
-            "leave it at 1",
+            {"agent": living.talks, "rollout": rollout(router_replay=True)},
+            "router_replay=true",
         ),
         (
             {

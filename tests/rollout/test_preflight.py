@@ -1,13 +1,6 @@
-"""Tests of engines on several workers that need no vLLM: shared requests, placement, refused
-mistakes.
-"""
-
-import threading
-from concurrent.futures import ThreadPoolExecutor
+"""Tests of engines on several workers that need no vLLM: placement, refused mistakes."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from siirl_dask.cli import main
 from siirl_dask.commands.plan import describe_run
@@ -15,83 +8,11 @@ from siirl_dask.config import Config, Engine, Sampler
 from siirl_dask.config.file import dump, load_config_file, shipped
 from siirl_dask.driver.checks.preflight import check
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
-from siirl_dask.errors import ConfigError, PeerError, PlanError
-from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, LocalQueue, Sampling
-from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue
+from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.worker.data_plane import DataSettings
 from tests.conftest import digits_overrides
 from tests.settings import rollout_config
-
-REQUESTS = st.builds(
-    GenerationRequest,
-    st.lists(st.integers(0, 2**31), min_size=1, max_size=4),
-    st.integers(0, 2**63 - 1),
-    st.builds(Sampling, max_tokens=st.integers(1, 99), temperature=st.floats(0, 2)),
-    st.integers(0, 3),
-)
-
-
-def together(count, function):
-    """Run ``function(rank, gather)`` in ``count`` threads, which gather from each other."""
-    said, met = [b""] * count, threading.Barrier(count, timeout=10)
-
-    def gather(rank):
-        def meet(message):
-            said[rank] = message
-            met.wait()
-            return list(said)
-
-        return meet
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda rank: function(rank, gather(rank)), range(count)))
-
-
-def echo(request):
-    return Generation(
-        [*request.prompt, request.seed % 97], [request.sampling.temperature], FinishReason.STOP
-    )
-
-
-@given(st.lists(st.lists(REQUESTS, max_size=5), min_size=1, max_size=4), st.integers(1, 4))
-def test_all_ranks_serve_all_requests_and_keep_their_own_results(asked, most):
-    def serve(rank, gather):
-        own, seen = LocalQueue(asked[rank]), []
-        queue = TensorParallelQueue(own, gather, rank, version=3)
-        while taken := queue.next(most, wait=True):
-            for ticket, request in taken:
-                seen.append(request)
-                queue.complete(ticket, echo(request))
-        return own.results(), seen
-
-    given = together(len(asked), serve)
-    assert [results for results, _ in given] == [
-        [echo(request) for request in requests] for requests in asked
-    ]
-    for _, seen in given:
-        assert seen == given[0][1]
-    assert sorted(map(repr, given[0][1])) == sorted(
-        repr(request) for requests in asked for request in requests
-    )
-
-
-def test_requests_for_other_weights_and_other_messages_are_refused():
-    def stale(rank, gather):
-        with pytest.raises(PeerError, match=r"weights of version [12]: those here are [12]"):
-            TensorParallelQueue(
-                LocalQueue([GenerationRequest([1], 2, Sampling(max_tokens=1))]),
-                gather,
-                rank,
-                version=1 + rank,
-            )
-
-    together(2, stale)
-    for message in (b"", b"\xc1", b"\x01", b"\x91\x01", b"\xff" * 9):
-        with pytest.raises(PeerError, match="generation request"):
-            TensorParallelQueue(
-                LocalQueue([]), lambda own, message=message: [own, message], 0, version=1
-            )
 
 
 @pytest.mark.parametrize(
@@ -108,10 +29,6 @@ def test_requests_for_other_weights_and_other_messages_are_refused():
             "rollout.sampler=exact",
         ),
         (
-            {"tensor_parallel_size": 2, "work_stealing": True},
-            r"work_stealing=true and .*leave work_stealing out",
-        ),
-        (
             {"engine_kwargs": {"tensor_parallel_size": 4}},
             r"vllm\.engine_kwargs\.tensor_parallel_size=4: .*give rollout\.tensor_parallel_size=4 "
             r"instead",
@@ -123,7 +40,7 @@ def test_impossible_settings_are_refused_by_name(settings, text):
         rollout_config(**settings)
 
 
-def test_work_stealing_is_off_where_workers_share_an_engine():
+def test_rows_are_taken_over_also_where_workers_share_an_engine():
     def taken_over(**rollout):
         return DataSettings.of(
             Config(rollout=rollout_config(**rollout)), ["tcp://127.0.0.1:1"]
@@ -131,7 +48,7 @@ def test_work_stealing_is_off_where_workers_share_an_engine():
 
     assert taken_over()
     assert not taken_over(work_stealing=False)
-    assert not taken_over(tensor_parallel_size=2)
+    assert taken_over(tensor_parallel_size=2)
     assert not taken_over(tensor_parallel_size=2, work_stealing=False)
 
 

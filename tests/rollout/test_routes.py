@@ -180,7 +180,6 @@ def test_what_records_no_routes_is_refused_before_anything_starts(tmp_path, fold
         check_engine({"model": ModelConfig(path=str(dense)), "rollout": replay}, ["w0"], Config())
     for settings, named in (
         ({"partial": True, "max_tokens_per_step": 128, "max_staleness": 1}, "partial=true"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"enforce_eager": False}, "vllm.enforce_eager=false"),
     ):
         with pytest.raises(ConfigError, match=f"router_replay=true with rollout.{named}"):

@@ -15,12 +15,17 @@ from siirl_dask.context import Codec
 from siirl_dask.coordinator.databuffer.slots import Window
 from siirl_dask.coordinator.transport.messages import Op, Request, TransitionKey
 from siirl_dask.errors import Aborted, PeerError
+from siirl_dask.rollout import GenerationRequest, Sampling
+from siirl_dask.rollout.requests import RequestMessage
+from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue
 from siirl_dask.testing.local_pool import LocalTransport
 from siirl_dask.worker.shared_items import MESSAGE, ExpectedWork, pack
 from siirl_dask.worker.stop import StopFlag, result_of
 from siirl_dask.worker.work_stealing import LoopBridge, StealableQueue, StealService, WorkQueue
+from tests.rollout.test_tensor_parallel_queue import gathering
 
 KEY = TransitionKey("run", 3, "train/rollout/0")
+ONE = Sampling(max_tokens=1)
 
 
 def plain(value):
@@ -45,13 +50,13 @@ class Role:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
 
-    def work(self, name, items, on_result=None):
+    def work(self, name, items, on_result=None, codec=CODEC):
         at = self.names.index(name)
         submit = partial(asyncio.run_coroutine_threadsafe, loop=self.loop)
         bridge = LoopBridge(submit, partial(result_of, stop=self.stop), self.stop.check)
         peers = self.names[at + 1 :] + self.names[:at]
         return StealableQueue(
-            WorkQueue(items, CODEC, on_result), KEY, peers, self.services[name], bridge
+            WorkQueue(items, codec, on_result), KEY, peers, self.services[name], bridge
         )
 
     def call(self, coroutine):
@@ -213,3 +218,76 @@ def test_no_more_items_are_stolen_than_a_message_holds():
     with Role(2) as role:
         role.work("w0", [b"x" * (MESSAGE // 3)] * 20)
         assert len(role.work("w1", []).next(10, wait=True)) == 2
+
+
+def test_engines_of_two_ranks_take_over_rows_of_each_other_and_compute_alike():
+    """Ranks 2 and 3 have no rows and begin first: they take over rows of ranks 0 and 1."""
+    items = [
+        [GenerationRequest([rank, at], at, ONE) for at in range(20 - 15 * rank)] for rank in (0, 1)
+    ]
+    items += [[], []]
+    message = RequestMessage(version=0)
+    codec = Codec(message.pack, message.read, plain, plain)
+    stolen = threading.Event()
+
+    def serve(rank, work, gather):
+        if rank < 2:
+            assert stolen.wait(10)
+        queue = TensorParallelQueue(work, gather, rank=rank % 2, size=2, version=0)
+        order = []
+        try:
+            while taken := queue.next(4, wait=True):
+                assert len(taken) <= 4
+                for ticket, request in taken:
+                    order.append(tuple(request.prompt))
+                    queue.complete(ticket, request.prompt[0] * 100 + request.prompt[1])
+                if rank >= 2:
+                    stolen.set()
+            assert work.ended()
+            return work.results(), order, work.taken_over
+        except BaseException:
+            role.stop.set(f"rank {rank} failed")
+            raise
+
+    with Role(4) as role, ThreadPoolExecutor(4) as threads:
+        works = [
+            role.work(name, own, codec=codec) for name, own in zip(role.names, items, strict=True)
+        ]
+        gathers = [gathering(2) for _ in range(2)]
+        running = [
+            threads.submit(serve, rank, work, gathers[rank // 2](rank % 2))
+            for rank, work in enumerate(works)
+        ]
+        found = [one.result(30) for one in running]
+    orders = [order for _, order, _ in found]
+    assert orders[0] == orders[1]
+    assert orders[2] == orders[3]
+    assert sorted(orders[0] + orders[2]) == [(0, at) for at in range(20)] + [
+        (1, at) for at in range(5)
+    ]
+    assert [results for results, _, _ in found] == [
+        [*range(20)],
+        [100 + at for at in range(5)],
+        [],
+        [],
+    ]
+    assert sum(taken for _, _, taken in found[2:]) > 0
+
+
+def test_no_more_is_begun_than_was_asked_for_also_of_what_was_stolen_for_more():
+    with Role(2) as role:
+        role.work("w0", list(range(9)))
+        idle = role.work("w1", [])
+        assert idle.next(0, wait=False) == []
+        assert not idle.ended()
+        assert [item for _, item in idle.next(5, wait=True)] == [8, 7, 6, 5, 4]
+        while not (first := idle.next(1, wait=True)):
+            pass
+        assert idle.next(0, wait=False) == []
+        assert [item for _, item in first] == [3]
+        stolen = []
+        while taken := idle.next(1, wait=True):
+            assert len(taken) == 1
+            stolen += [item for _, item in taken]
+        assert stolen == [2, 1, 0]
+        assert idle.ended()

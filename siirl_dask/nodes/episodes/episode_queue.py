@@ -125,9 +125,17 @@ class EpisodeQueue:
             self._take_answers(_WAIT_SECONDS)
             self._begin_more(wait=False)
         turns = [self._ready.popleft() for _ in range(min(limit, len(self._ready)))]
-        self._change_running(len(turns))
+        if turns:
+            self._change_running(len(turns))
         self._last_batch = time.monotonic()
         return [(turn, turn.episode.request()) for turn in turns]
+
+    def ended(self) -> bool:
+        """Return whether no more turns will come. Aborted when the worker is to stop."""
+        self.check_stop()
+        if self._open:
+            return False
+        return bool(self.source.ended())
 
     def complete(self, ticket: OpenEpisode, result: Generation) -> None:
         """Give a sampled turn to the episode's environment."""

@@ -40,6 +40,7 @@ from siirl_dask.nodes.episodes.play_common import (
     rows_of_new_episodes,
 )
 from siirl_dask.nodes.partial_rollout import blob_columns, with_older_ids
+from siirl_dask.nodes.sampling import log_passes
 from siirl_dask.rollout import LocalQueue, RolloutEngine, processor_of
 from siirl_dask.schema import (
     GROUP_ID,
@@ -234,6 +235,7 @@ def _continue_episodes(
     for index, played in ended.items():
         states[index] = played
     log_usage(ctx, queue.usage, min(queue.rows, len(index_of_ticket)))
+    log_passes(ctx)
     return dict(sorted(ended.items()))
 
 

@@ -44,7 +44,7 @@ from siirl_dask.nodes.episodes.play_common import (
 )
 from siirl_dask.nodes.generate import rollout_sampling, validation_sampling
 from siirl_dask.nodes.prompts import MAX_TOKENS
-from siirl_dask.nodes.sampling import EARLY_COLUMNS
+from siirl_dask.nodes.sampling import EARLY_COLUMNS, log_passes
 from siirl_dask.planner import ContractChanges, Groups, KeptRows, columns
 from siirl_dask.rollout import LocalQueue, RolloutEngine, Sampling, processor_of
 from siirl_dask.schema import (
@@ -100,12 +100,6 @@ def _play_changes(
 
 
 def _check_rollout(*, rollout: RolloutConfig, **options: object) -> None:
-    if rollout.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: the ranks of such an "
-            "engine begin all rows together, and an episode's next turn is not known before its "
-            "environment has answered; leave it at 1"
-        )
     if rollout.router_replay:
         raise ConfigError(
             "rollout.router_replay=true: an episode's rows have no routes of what its environment "
@@ -278,6 +272,7 @@ def _play_all(ctx: Context, episodes: pa.Table, setup: PlaySetup) -> list[Played
         played: list[PlayedEpisode] = source.results()
     ctx.log("rollout/taken_over", source.taken_over, Reduce.SUM)
     log_usage(ctx, queue.usage, min(queue.rows, len(items)))
+    log_passes(ctx)
     in_row_order = dict(zip(order, played, strict=True))
     return [in_row_order[row] for row in range(len(order))]
 

@@ -30,6 +30,7 @@ from siirl_dask.nodes.episodes.episode_table import EPISODE_ROWS
 from siirl_dask.nodes.failures import GIVEN_UP, check_failures, failed_episodes
 from siirl_dask.nodes.generate import rollout_sampling, validation_sampling
 from siirl_dask.nodes.prompts import MAX_TOKENS, token_limits
+from siirl_dask.nodes.sampling import log_passes
 from siirl_dask.planner import columns as declares
 from siirl_dask.planner import reads_option
 from siirl_dask.rewards import Score
@@ -64,12 +65,6 @@ def _check_options(
         raise ConfigError(
             f"agent={agent!r} and command={list(command)}: expected one of them, a function or a "
             "command"
-        )
-    if rollout.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: the ranks of such an "
-            "engine begin all rows together, and an agent's next request is not known before it "
-            "has an answer; leave it at 1"
         )
     if rollout.router_replay:
         raise ConfigError(
@@ -298,6 +293,7 @@ def _run_episodes(
     ctx.log("rollout/busy_seconds", busy_seconds)
     ctx.log("rollout/longest_busy_seconds", busy_seconds, Reduce.MAX)
     ctx.log("rollout/taken_over", source.taken_over, Reduce.SUM)
+    log_passes(ctx)
     ctx.log("endpoint/refused", endpoint.serving.refused, Reduce.SUM)
     ctx.log("endpoint/overridden", endpoint.serving.overridden, Reduce.SUM)
     return episodes

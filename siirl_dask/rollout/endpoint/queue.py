@@ -65,8 +65,17 @@ class AgentQueue:
         """Return up to ``limit`` requests. With ``wait``, none mean that all agents have ended."""
         with self._device.waiting() if wait else nullcontext():
             taken = self._take(limit, wait=wait)
-        self._note(len(taken))
+        if taken:
+            self._note(len(taken))
         return taken
+
+    def ended(self) -> bool:
+        """Return whether all agents have ended. Raises what ``check`` raises."""
+        self._check()
+        with self._changed:
+            if self._waiting:
+                return False
+            return self._ended
 
     def complete(self, ticket: Ticket, result: Generation) -> None:
         """Give the result to the request's future."""

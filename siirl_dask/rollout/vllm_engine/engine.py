@@ -112,6 +112,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._world = EngineWorld()
         self._on_cpu = device.kind is DeviceKind.CPU
         self._progress = device.progress
+        self._waiting = device.waiting
         self._note_cache = device.engine_cache
         with vllm_process.named_stages(device.stage):
             self._llm = self._start(model, settings, given_options(rollout, device), device.kind)
@@ -149,7 +150,14 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         """Generate until the queue is empty. A row that is done makes room for the next at once."""
         self._sleep.end()
         if self._ranks.size > 1:
-            queue = TensorParallelQueue(queue, self._ranks.gather, self._ranks.rank, self.version)
+            queue = TensorParallelQueue(
+                queue,
+                self._ranks.gather,
+                rank=self._ranks.rank,
+                size=self._ranks.size,
+                version=self.version,
+                waiting=self._waiting,
+            )
         engine = self._llm.llm_engine
         running: dict[str, tuple[Any, GenerationRequest]] = {}
         try:

@@ -9,7 +9,7 @@ nobody else finds or destroys them.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -63,11 +63,13 @@ class EngineRanks:
             PrefixStore("requests", self._store), self.rank, size, self.host, self.timeout
         )
 
-    def gather(self, message: bytes) -> list[bytes]:
+    def gather(self, message: bytes, check: Callable[[], None] | None = None) -> list[bytes]:
         """Return the messages of all ranks, in order; all of them must call. RuntimeError when
-        one is gone.
+        one is gone; ``check`` is called ten times a second: what it raises ends the wait.
         """
-        return [message] if self._group is None else all_gather_bytes(self._group, message)
+        if self._group is None:
+            return [message]
+        return all_gather_bytes(self._group, message, check)
 
     def check_devices(self, device: Device) -> None:
         """Raise ConfigError when two ranks share an accelerator, or have slices (MIG) of one, which

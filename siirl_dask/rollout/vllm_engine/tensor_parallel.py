@@ -2,14 +2,17 @@
 worker keeps the result.
 
 A tensor-parallel engine (Megatron-LM, arXiv:1909.08053) has a slice of every weight on each rank,
-and all ranks go through the same batches together. Rows stay where the plan puts them: the ranks
-exchange their requests, which are small, and all serve the union in the same order.
+and all ranks go through the same batches together. Rows stay where the plan puts them: whenever the
+engine has room the ranks exchange the requests that each of them has by then, which are small, and
+all begin the union in the same order. So a rank may have requests that depend on earlier results,
+such as the next turn of an episode.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import msgpack
@@ -18,9 +21,14 @@ from siirl_dask.errors import PeerError
 from siirl_dask.rollout.engine import Generation, GenerationRequest, RequestQueue
 from siirl_dask.rollout.requests import RequestMessage
 
-_ALL = 2**31
-Gather = Callable[[bytes], Sequence[bytes]]
-"""Returns the messages of all ranks of the engine, in order; all of them must call."""
+Gather = Callable[[bytes, Callable[[], None]], Sequence[bytes]]
+"""``gather(message, check)`` returns the messages of all ranks of the engine, in order; all of them
+must call. ``check`` is called now and then while it waits: what it raises ends the wait."""
+Ticket = tuple[Any] | None
+"""The ticket of this rank's own queue; None for a request of another rank."""
+# seconds between two exchanges while no rank has a request: as long as the wait has taken so far
+_SHORTEST_PAUSE = 0.001
+_LONGEST_PAUSE = 0.016
 
 
 class TensorParallelQueue:
@@ -30,55 +38,130 @@ class TensorParallelQueue:
     Each rank must ask it for as many requests at a time as the others do.
     """
 
-    def __init__(self, queue: RequestQueue, gather: Gather, rank: int, version: int) -> None:
-        """Gather the requests of all ranks.
-
-        PeerError when a rank sends something else, or requests for other weights than ``version``.
+    def __init__(
+        self,
+        queue: RequestQueue,
+        gather: Gather,
+        *,
+        rank: int,
+        size: int,
+        version: int,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """``queue`` holds the requests of this rank, one of ``size``, for weights of ``version``.
+        ``waiting()`` is entered for what waits for other ranks.
         """
-        own = list(_everything(queue))
-        parts = [
-            _read(message, version)
-            for message in gather(_packed([request for _, request in own], version))
-        ]
-        # The first of each rank, then the second: each worker has put its costliest requests first.
-        places = sorted(
-            (place, owner) for owner, part in enumerate(parts) for place in range(len(part))
-        )
-        self._waiting = deque(((owner, place), parts[owner][place]) for place, owner in places)
         self._queue = queue
+        self._gather = gather
         self._rank = rank
-        self._tickets = [ticket for ticket, _ in own]
+        self._size = size
+        self._waiting = waiting
+        self._own_message = RequestMessage(version)
+        # an image is sent once while an engine serves, however many turns show it
+        self._readers = [RequestMessage(version) for _ in range(size)]
+        self._ended = [False] * size
+        self._exchanges = 0
 
-    def next(self, limit: int, *, wait: bool) -> list[tuple[tuple[int, int], GenerationRequest]]:
-        """Return up to ``limit`` requests; a ticket is the rank that owns the request and its
-        place there.
+    def next(self, limit: int, *, wait: bool) -> list[tuple[Ticket, GenerationRequest]]:
+        """Return up to ``limit`` requests, those that ranks have by now; with ``wait`` none only
+        when no rank will have any.
+
+        PeerError when a rank sends something else, or requests for other weights.
         """
-        return [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
+        start = time.monotonic()
+        with ExitStack() as stack:
+            waits_for_others = False
+            while True:
+                taken = self._exchange(limit)
+                if taken or not wait or all(self._ended):
+                    return taken
+                if self._ended[self._rank] and not waits_for_others:
+                    stack.enter_context(self._waiting())
+                    waits_for_others = True
+                waited = time.monotonic() - start
+                time.sleep(min(max(waited, _SHORTEST_PAUSE), _LONGEST_PAUSE))
 
-    def complete(self, ticket: tuple[int, int], result: Generation) -> None:
-        """Keep the result if the request is this rank's."""
-        owner, place = ticket
-        if owner == self._rank:
-            self._queue.complete(self._tickets[place], result)
+    def complete(self, ticket: Ticket, result: Generation) -> None:
+        """Pass the result on to this rank's queue if the request is its own."""
+        if ticket is not None:
+            self._queue.complete(ticket[0], result)
 
+    def ended(self) -> bool:
+        """Return whether no rank will have more requests."""
+        return all(self._ended)
 
-def _everything(queue: RequestQueue) -> Iterator[tuple[Any, GenerationRequest]]:
-    while requests := queue.next(_ALL, wait=True):
-        yield from requests
+    def _exchange(self, limit: int) -> list[tuple[Ticket, GenerationRequest]]:
+        """Return the requests that all ranks have by now, the first of each rank, then the second:
+        each worker has put its costliest requests first.
+        """
+        if all(self._ended):
+            # no request is left, but a queue may return results of others' items when it is asked
+            self._queue.next(0, wait=False)
+            return []
+        shares = self._shares(limit)
+        own = self._queue.next(shares[self._rank], wait=False)
+        ended = self._queue.ended()
+        messages = self._gathered(self._packed([request for _, request in own], ended=ended))
+        self._ended[self._rank] = ended
+        placed: list[tuple[int, int, Ticket, GenerationRequest]] = []
+        for owner, message in enumerate(messages):
+            if owner == self._rank:
+                for place, (ticket, request) in enumerate(own):
+                    placed.append((place, owner, (ticket,), request))
+                continue
+            for place, request in enumerate(self._read(owner, message, shares[owner])):
+                placed.append((place, owner, None, request))
+        placed.sort(key=lambda one: one[:2])
+        return [(ticket, request) for _, _, ticket, request in placed]
 
+    def _shares(self, limit: int) -> list[int]:
+        """Return the most requests of each rank that make up ``limit``; the ranks take turns with
+        what does not divide.
+        """
+        self._exchanges += 1
+        each, more = divmod(limit, self._size)
+        return [each + ((rank - self._exchanges) % self._size < more) for rank in range(self._size)]
 
-def _packed(requests: Sequence[GenerationRequest], version: int) -> bytes:
-    packed: bytes = msgpack.packb([*map(RequestMessage(version).pack, requests)])
-    return packed
+    def _packed(self, requests: Sequence[GenerationRequest], *, ended: bool) -> bytes:
+        """Return this rank's message: nothing at all where there is nothing new to say."""
+        if not requests and ended == self._ended[self._rank]:
+            return b""
+        packed: bytes = msgpack.packb([ended, [*map(self._own_message.pack, requests)]])
+        return packed
 
+    def _gathered(self, message: bytes) -> Sequence[bytes]:
+        """Return the messages of all ranks. A wait that is long enough to be checked counts as
+        waiting for them.
+        """
+        with ExitStack() as stack:
+            waits = False
 
-def _read(message: bytes, version: int) -> list[GenerationRequest]:
-    try:
-        requests = msgpack.unpackb(message)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
+            def check() -> None:
+                nonlocal waits
+                self._queue.ended()
+                if not waits:
+                    stack.enter_context(self._waiting())
+                    waits = True
+
+            return self._gather(message, check)
+
+    def _read(self, owner: int, message: bytes, most: int) -> list[GenerationRequest]:
+        """Return the requests in a rank's message. PeerError for anything else, and for more than
+        ``most``.
+        """
+        if not message:
+            return []
+        try:
+            value = msgpack.unpackb(message)
+        except (ValueError, msgpack.exceptions.UnpackException) as error:
+            raise PeerError(
+                f"received {message[:40]!r}, which are no generation requests: {error}"
+            ) from error
+        match value:
+            case [bool(ended), list(requests)] if len(requests) <= most:
+                self._ended[owner] = ended
+                return [self._readers[owner].read(request) for request in requests]
         raise PeerError(
-            f"received {message[:40]!r}, which are no generation requests: {error}"
-        ) from error
-    if not isinstance(requests, list):
-        raise PeerError(f"received {str(requests)[:80]!r}: expected a list of generation requests")
-    return [*map(RequestMessage(version).read, requests)]
+            f"received {str(value)[:80]!r}: expected at most {most} generation requests, and "
+            "whether they are the last"
+        )
