@@ -160,9 +160,9 @@ class RolloutConfig:
     """Choice of the rollout worker that samples a prompt: ``anywhere``, the worker that loaded it;
     ``balanced``, the least loaded worker, longest prompts first. None: ``balanced`` with
     ``expected_length_column``, else ``anywhere``."""
-    work_stealing: bool = True
+    work_stealing: bool | None = None
     """Let a worker that has nothing left to begin take over rows that wait at others, beyond their
-    ``max_rows``."""
+    ``max_rows``. None: on, as runs of before have recorded it."""
     router_replay: bool = False
     """Record the experts that each token goes to in the engine, and let the policy replay them (R3,
     arXiv:2510.11370)."""

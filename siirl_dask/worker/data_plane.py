@@ -80,7 +80,7 @@ class DataSettings:
             quadratic_from=data.quadratic_from,
             peer_timeout=peer_timeout,
             stall_timeout=config.cluster.stall_timeout,
-            stealing=config.rollout.work_stealing,
+            stealing=config.rollout.work_stealing is not False,
             stream_bytes=parse_bytes("rollout.weight_bucket", config.rollout.weight_bucket),
             weight_sync=config.rollout.weight_sync,
             ahead=config.run.lookahead + (config.rollout.steps_ahead or 0),
