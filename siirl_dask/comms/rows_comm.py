@@ -124,8 +124,8 @@ class RowsComm(Comm):
     # What Dask calls.
 
     async def write(self, msg: Any, serializers: Any = None, on_error: Any = None) -> int:
-        """Send plain data. TypeError for anything else: nothing is pickled."""
-        return await self.send(msg)
+        """Send plain data, the handshake first. TypeError for anything else: nothing is pickled."""
+        return await self.send(msg, number=0 if self.remote_info else wire.GREETING)
 
     async def read(self, deserializers: Any = None) -> Any:
         """Return the plain data that the peer sent, its handshake first."""

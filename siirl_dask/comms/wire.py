@@ -65,10 +65,14 @@ class MessageBounds:
 
     head: int
     frames: int
+    number: int | None = None
+    """The one number that it may have; None: any."""
 
 
 REQUEST = MessageBounds(MAX_REQUEST_HEAD, MAX_REQUEST_FRAMES)
-HANDSHAKE = MessageBounds(2**12, 0)
+GREETING = int.from_bytes(b"siirl\0\0\2", "little")
+"""Number of the first message each way: who speaks anything else is known by 16 bytes."""
+HANDSHAKE = MessageBounds(2**12, 0, GREETING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,8 @@ def read_prelude(data: bytes | bytearray, bounds: MessageBounds) -> Prelude:
     beyond the bounds.
     """
     head, frames, number = PRELUDE.unpack_from(data)
+    if bounds.number is not None and number != bounds.number:
+        raise PeerError("received bytes that are no handshake of the format of rows")
     most_frames = min(_MAX_FRAMES, bounds.frames)
     if head > bounds.head or frames > most_frames:
         raise PeerError(

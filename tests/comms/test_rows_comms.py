@@ -154,8 +154,11 @@ def test_a_stranger_that_says_nothing_is_closed_and_one_that_says_too_much(monke
         os.urandom(64),
         wire.PRELUDE.pack(2**13, 0, 0),
         wire.PRELUDE.pack(10, 1, 0),
-        b"".join(wire.pack(0, [1])),
-        b"".join(wire.pack(0, {"siirl_dask.wire": 1})),
+        wire.PRELUDE.pack(2**13, 0, wire.GREETING),
+        wire.PRELUDE.pack(10, 1, wire.GREETING),
+        b"".join(wire.pack(0, {"siirl_dask.wire": wire.VERSION})),
+        b"".join(wire.pack(wire.GREETING, [1])),
+        b"".join(wire.pack(wire.GREETING, {"siirl_dask.wire": 1})),
     ]
     handled = []
 

@@ -34,7 +34,7 @@ TLS = Network(
 def hello(side):
     """The handshake of one side of a connection of RUN, as bytes."""
     info = {"siirl_dask.wire": wire.VERSION, "siirl_dask.run": digest_of(RUN, side)}
-    return b"".join(wire.pack(0, info))
+    return b"".join(wire.pack(wire.GREETING, info))
 
 
 heads = st.binary(max_size=32) | st.recursive(
