@@ -352,32 +352,41 @@ class HostCarrier(CommCarrier):
         return unparse_address(Scheme.UNIX, name)
 
     async def reaches(self, worker: str) -> bool:
+        """The kernel takes a connection for a process of this host, also for one that stands
+        still.
+        """
         if not shared_memory_domain():
             return False
-        try:
-            comm = await self._connect(self.address_of(worker))
-        except OSError:
-            return False
-        self._put_back(worker, comm)
-        return True
+        return await self._process_of(worker) is not None
 
     async def runs(self, worker: str, seconds: float) -> bool:
         """The kernel refuses a connection to a process that has ended, and shows one that a signal
         stopped.
         """
+        pid = await self._process_of(worker)
+        if pid is None:
+            return False
+        return not _is_stopped(pid)
+
+    async def _process_of(self, worker: str) -> int | None:
+        """Return the process that listens for a member, 0 where it is not known; None where there
+        is none.
+        """
         _, name = parse_address(self.address_of(worker))
         try:
             sock = await open_socket(Scheme.UNIX, name)
         except BlockingIOError:
-            return True  # it listens, and has not taken those that wait already
+            return 0  # it listens, and has not taken those that wait already
         except OSError:
-            return False
+            return None
         pid = peer_process(sock).pid
         sock.close()
-        return not _is_stopped(pid)
+        return pid
 
 
 def _is_stopped(pid: int) -> bool:
+    if not pid:
+        return False
     try:
         return bool(psutil.Process(pid).status() in _STOPPED)
     except psutil.Error:  # it may be of another PID namespace, or hidden
