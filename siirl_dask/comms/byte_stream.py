@@ -40,7 +40,9 @@ class ByteStream:
         self._loop = asyncio.get_running_loop()
         self._descriptor = sock.fileno()
         self._is_tls = isinstance(sock, ssl.SSLSocket)
-        self._has_low_water = sock.family != socket.AF_UNIX and not self._is_tls
+        self._has_low_water = not self._is_tls
+        if sock.family == socket.AF_UNIX:
+            self._has_low_water = False
         self._low_water = 1
         self._buffer = memoryview(bytearray(_BUFFER))
         self._first = 0
@@ -69,7 +71,9 @@ class ByteStream:
         """True as well when the peer has closed it, and what it sent has been read."""
         if self.error is not None:
             return True
-        return self._ended and self._first == self._end
+        if not self._ended:
+            return False
+        return self._first == self._end
 
     async def write(self, views: Sequence[memoryview]) -> None:
         """Send the bytes of ``views``; return when the last one is with the kernel."""

@@ -167,7 +167,9 @@ class RowsComm(Comm):
 
     @property
     def same_host(self) -> bool:
-        return self._scheme is Scheme.UNIX or bool(super().same_host)
+        if self._scheme is Scheme.UNIX:
+            return True
+        return bool(super().same_host)
 
     @property
     def extra_info(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class TransportMode(StrEnum):
     """Shared memory between processes of one host, messages between hosts; decided for each
     pair."""
     dask = "dask"
-    """Messages over the cluster's own comms for every pair."""
+    """Messages for every pair, over the comms that rows take between hosts."""
     shm = "shm"
     """Shared memory for every pair; a pair without it is an error."""
 

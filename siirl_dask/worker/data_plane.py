@@ -19,7 +19,7 @@ from siirl_dask.config import Config, TransportMode, WeightSync, parse_bytes, pa
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.coordinator.databuffer.slots import Window
-from siirl_dask.coordinator.transport.carriers import HostCarrier, Network, NetworkCarrier
+from siirl_dask.coordinator.transport.carriers import HostCarrier, NetworkAccess, NetworkCarrier
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.coordinator.transport.peers import Carrier, PeerTransport
 from siirl_dask.errors import ConfigError, PeerError
@@ -114,7 +114,7 @@ class DataPlane:
         self._run = run
         self._limits = settings.limits
         self._trace = Recorder(enabled=False) if trace is None else trace
-        network = Network.of(worker, settings.ports)
+        network = NetworkAccess.of(worker, settings.ports)
         timeout = settings.peer_timeout
         self._network = NetworkCarrier(run, members, self._answer, network, timeout)
         self._on_host: HostCarrier | None = None

@@ -77,7 +77,7 @@ def socket_name(run: str, worker: str, address: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
+class NetworkAccess:
     """How a worker is reached between hosts, and reaches others."""
 
     scheme: Scheme
@@ -90,7 +90,7 @@ class Network:
     connects_with: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def of(worker: Worker, ports: Iterable[int] = _ANY_PORT) -> Network:
+    def of(worker: Worker, ports: Iterable[int] = _ANY_PORT) -> NetworkAccess:
         """Return the network of a Dask worker: the interface that its own listener is bound to,
         which may be another than the address that others contact it at, and its certificates.
         ConfigError for a cluster whose comms have no hosts.
@@ -104,7 +104,7 @@ class Network:
         chosen = _SCHEMES[scheme]
         if worker.security.require_encryption:
             chosen = Scheme.TLS
-        return Network(
+        return NetworkAccess(
             scheme=chosen,
             host=get_address_host(worker.listen_address),
             ports=ports,
@@ -262,7 +262,7 @@ class NetworkCarrier(CommCarrier):
         run: str,
         members: Mapping[str, str],
         handler: Handler,
-        network: Network,
+        network: NetworkAccess,
         timeout: float,
     ) -> None:
         super().__init__(run, handler, len(members), timeout, network.connects_with)

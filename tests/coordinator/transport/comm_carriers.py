@@ -12,7 +12,7 @@ from siirl_dask.comms import wire
 from siirl_dask.comms.sockets import Scheme
 from siirl_dask.coordinator.transport.carriers import (
     HostCarrier,
-    Network,
+    NetworkAccess,
     NetworkCarrier,
     digest_of,
     socket_name,
@@ -22,8 +22,8 @@ from siirl_dask.testing.carriers import RUN
 MEMBERS = {"a": "tcp://127.0.0.1:1", "b": "tcp://127.0.0.1:2"}
 NAME_OF_B = socket_name(RUN, "b", MEMBERS["b"])
 SECURITY = Security.temporary()
-TCP = Network(scheme=Scheme.TCP, host="127.0.0.1")
-TLS = Network(
+TCP = NetworkAccess(scheme=Scheme.TCP, host="127.0.0.1")
+TLS = NetworkAccess(
     scheme=Scheme.TLS,
     host="127.0.0.1",
     listens_with=SECURITY.get_listen_args("worker"),

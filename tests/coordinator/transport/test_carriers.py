@@ -16,7 +16,7 @@ from siirl_dask.comms import wire
 from siirl_dask.comms.sockets import Scheme
 from siirl_dask.comms.wire import Pieces
 from siirl_dask.coordinator.host import shared_memory_domain
-from siirl_dask.coordinator.transport.carriers import HostCarrier, Network, NetworkCarrier
+from siirl_dask.coordinator.transport.carriers import HostCarrier, NetworkAccess, NetworkCarrier
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request
 from siirl_dask.errors import ConfigError, PeerError
 from siirl_dask.testing.carriers import KEY, RUN, CarrierTests
@@ -249,7 +249,7 @@ def test_a_worker_listens_where_dask_does_and_is_asked_at_its_contact_address():
                 contact_address="tcp://127.0.0.2:4711",
             ) as worker,
         ):
-            network = Network.of(worker)
+            network = NetworkAccess.of(worker)
             assert (network.scheme, network.host) == (Scheme.TCP, "127.0.0.1")
             carrier = NetworkCarrier(RUN, {"a": worker.address}, fine, network, timeout=5)
             port = await carrier.start()

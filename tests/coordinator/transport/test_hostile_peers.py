@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from siirl_dask.comms import wire
-from siirl_dask.coordinator.transport.carriers import Network, NetworkCarrier
+from siirl_dask.coordinator.transport.carriers import NetworkAccess, NetworkCarrier
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request
 from siirl_dask.errors import ConfigError, PeerError
 from siirl_dask.testing.carriers import KEY
@@ -285,7 +285,7 @@ def test_a_cluster_whose_comms_have_no_hosts_is_refused_by_name():
             Scheduler(protocol="inproc", dashboard_address="127.0.0.1:0") as scheduler,
             Worker(scheduler.address, name="a") as worker,
         ):
-            Network.of(worker)
+            NetworkAccess.of(worker)
 
     with pytest.raises(ConfigError, match=r"worker 'a' is at inproc://.*protocol tcp, tls or ucx"):
         asyncio.run(work())
