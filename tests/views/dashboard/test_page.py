@@ -248,7 +248,9 @@ def test_the_end_of_a_run_is_on_the_page_and_what_to_type_after_it(client, sched
 
 def test_a_run_that_nobody_looks_at_ends_without_waiting_for_a_browser(url):
     plugin = PagePlugin()
-    plugin.store = RunStore()  # its own: a document of another test goes on looking at the shared one
+    plugin.store = (
+        RunStore()
+    )  # its own: a document of another test goes on looking at the shared one
     plugin.store.begin(about(url, steps=9))
     ending = plugin.end(url, {"status": "failed", "error": "it broke"})
     with pytest.raises(StopIteration):  # it has returned at its first step: it waited for nothing
