@@ -353,9 +353,8 @@ class Puller:
     async def _fetch_message(
         self, buffer: ReceiveBuffer, rows: SourceRows, request: RowRequest
     ) -> None:
-        """Receive the rows of one request, long ones into their places. The source may send the
-        first of them only; then the rest is asked for.
-        """
+        """Receive the rows of one request, long ones into their places; where the source sends the
+        first of them only, ask for the rest."""
         remaining = request
         while len(remaining.rows):
             places = partial(self._places, buffer, rows, remaining)
@@ -366,10 +365,9 @@ class Puller:
                     f"worker {rows.source!r} sent {len(frames)} columns: expected "
                     f"{remaining.columns}"
                 )
-            to_copy: dict[str, Frame] = {}
-            for name, frame in zip(remaining.columns, frames, strict=True):
-                if not isinstance(frame, Pieces):  # those have been received where they belong
-                    to_copy[name] = frame
+            received = zip(remaining.columns, frames, strict=True)
+            # pieces have been received where they belong
+            to_copy = {name: f for name, f in received if not isinstance(f, Pieces)}
             nbytes = sum(map(nbytes_of, to_copy.values()))
             await self._copy_threads.run(
                 nbytes, buffer.copy_frames, rows, remaining.rows[:done], to_copy
@@ -384,8 +382,8 @@ class Puller:
         header: object,
         sizes: Sequence[int],
     ) -> list[Pieces | None]:
-        """Return where the frames of a reply belong. PeerError, before a byte of them is received,
-        for one that is not about the rows and columns that were asked for.
+        """Return where the frames of a reply belong. PeerError, before a byte of them has come, for
+        other rows or columns than were asked for.
         """
         done, split = self._part(rows, request, header if isinstance(header, dict) else {})
         if len(sizes) != split + len(request.columns):
