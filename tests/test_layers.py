@@ -28,7 +28,7 @@ LAYERS = (
         "config",
     },
     {"planner"},
-    {"algorithms", "rewards", "images"},
+    {"algorithms", "rewards", "images", "comms"},
     {"coordinator", "rollout", "training", "observe", "environments"},
     {"nodes", "worker", "runs", "tasks", "datasets"},
     {"recipes", "scheduler", "views"},
@@ -45,7 +45,8 @@ GROUND = LAYERS[1]
 # nor any node: it runs whatever it is given
 WORKER_SEES_NO = {"algorithms", "rewards", "rollout", "training"}
 DASK = (
-    "coordinator/transport/dask_streams.py",
+    "comms/",
+    "coordinator/transport/carriers.py",
     "worker/",
     "scheduler/",
     "driver/",
@@ -92,6 +93,7 @@ NEEDS_ONLY = {
     "coerce": set(),
     "devices": {"torch"},
     "collectives": {"torch", "psutil"},
+    "comms": {"dask", "distributed", "msgpack", "numpy"},
     "config": {"omegaconf", "yaml"},
     "images": {"PIL", "fsspec", "numpy", "pyarrow", "torch", "transformers"},
     "models": {"filelock", "fsspec", "huggingface_hub", "safetensors", "torch", "transformers"},

@@ -30,6 +30,7 @@ positional arguments."""
 LIMITS = {
     "algorithms": (0, 0, 0, 0, 1, 0),
     "commands": (0, 0, 0, 13, 15, 1),
+    "comms": (0, 0, 0, 0, 0, 0),
     "config": (0, 0, 0, 16, 0, 0),
     "context": (0, 0, 0, 0, 0, 0),
     "coordinator": (0, 0, 0, 5, 3, 0),

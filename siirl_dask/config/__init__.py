@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from siirl_dask.config.agents import AgentConfig, check_agents
-from siirl_dask.config.checks import parse_bytes
+from siirl_dask.config.checks import parse_bytes, parse_ports
 from siirl_dask.config.cluster import Affinity, ClusterConfig, DevicePreference
 from siirl_dask.config.data import DataConfig, DataSource, Durability, StorageConfig, TransportMode
 from siirl_dask.config.endpoint import EndpointConfig
@@ -86,6 +86,7 @@ __all__ = [
     "WeightSync",
     "changed_options",
     "parse_bytes",
+    "parse_ports",
 ]
 
 

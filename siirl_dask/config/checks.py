@@ -25,6 +25,21 @@ def parse_bytes(key: str, text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def parse_ports(key: str, text: str) -> range:
+    """Return the ports of ``20000`` or ``20000:20100``, the last one included. ConfigError, naming
+    ``key``, for another text.
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?", str(text))
+    if match is not None:
+        first = int(match[1])
+        last = first if match[2] is None else int(match[2])
+        if 0 < first <= last < 65536:
+            return range(first, last + 1)
+    raise ConfigError(
+        f"{key}={text!r}: expected a port, or a range such as 20000:20100, of 1 to 65535"
+    )
+
+
 def absolute(url: str) -> str:
     """Return a local path as an absolute one: workers may run in another folder. URLs, "" and
     ``???`` stay.

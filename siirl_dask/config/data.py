@@ -11,7 +11,7 @@ from typing import Any
 
 from siirl_storage import RETRY_SECONDS
 
-from siirl_dask.config.checks import absolute, at_least, parse_bytes
+from siirl_dask.config.checks import absolute, at_least, parse_bytes, parse_ports
 from siirl_dask.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ class TransportMode(StrEnum):
     """Shared memory between processes of one host, messages between hosts; decided for each
     pair."""
     dask = "dask"
-    """Messages over the cluster's own comms for every pair."""
+    """Messages for every pair, over the comms that rows take between hosts."""
     shm = "shm"
     """Shared memory for every pair; a pair without it is an error."""
 
@@ -104,6 +104,11 @@ class DataConfig:
     """Longest prompt in tokens. A longer one is dropped from its step, and counted."""
     transport: TransportMode = TransportMode.auto
     """Transport of rows between workers: ``auto``, ``dask`` or ``shm``."""
+    port: str | None = None
+    """Port of each worker's listener for its peers' requests for rows, or a range such as
+    ``20000:20100``, of which each worker of a host takes the first that is free. None: any free
+    port.
+    """
     prefetch: bool | None = None
     """Rows that an engine has finished travel while it generates others. None: between hosts
     only."""
@@ -129,6 +134,8 @@ class DataConfig:
             raise ConfigError("data.prepare_options are given without data.prepare")
         at_least("data", 1, batch_size=self.batch_size, max_prompt_length=self.max_prompt_length)
         at_least("data", 0, quadratic_from=self.quadratic_from)
+        if self.port is not None:
+            parse_ports("data.port", self.port)
         for key, value in {
             "data.memory_limit": self.memory_limit,
             "data.read_limit": self.read_limit,

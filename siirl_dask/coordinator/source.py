@@ -13,7 +13,7 @@ from siirl_storage import Snapshot, StorageError, TableNotFound, open_fs, open_t
 from siirl_storage.files import list_files
 
 from siirl_dask.config import DataConfig, parse_bytes
-from siirl_dask.coordinator.transport.wire import check_types
+from siirl_dask.coordinator.transport.frames import check_types
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
 from siirl_dask.schema import (
     ANSWER,

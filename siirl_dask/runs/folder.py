@@ -87,6 +87,7 @@ _MAY_CHANGE = {
     "run.on_nan",
     "run.node_timeout",
     "data.transport",
+    "data.port",
     "data.prefetch",
     "data.memory_limit",
     "data.read_limit",

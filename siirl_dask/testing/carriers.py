@@ -15,14 +15,14 @@ import asyncio
 import sys
 from abc import abstractmethod
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
 import pytest
 
+from siirl_dask.comms.wire import Frame, Pieces
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request, TransitionKey
 from siirl_dask.coordinator.transport.peers import Carrier
-from siirl_dask.coordinator.transport.wire import Frame
 from siirl_dask.errors import Aborted, PeerError
 
 RUN = "conformance"
@@ -72,6 +72,38 @@ class CarrierTests:
         assert reply.header == {"rows": 3, "text": "é"}
         assert [bytes(frame) for frame in reply.frames] == [bytes(frame) for frame in frames]
 
+    def test_frames_in_pieces_arrive_as_they_lie_at_their_places_or_in_frames(self) -> None:
+        """More of them than the kernel takes at once, from and to anywhere."""
+        source = bytes(range(256)) * 4000
+        pieces = [memoryview(source)[at : at + 200] for at in range(0, 900_000, 300)]
+        whole = b"".join(pieces)
+        target = bytearray(2 * len(whole))
+        starts = range(0, 2 * len(whole), 1000)
+        asked: list[object] = []
+
+        def places(header: object, sizes: Sequence[int]) -> list[Pieces | None]:
+            asked.append((header, list(sizes)))
+            views = [memoryview(target)[start : start + 500] for start in starts]
+            return [None, Pieces(views)]
+
+        async def handler(request: Request) -> Reply:
+            return Reply({"n": 1}, [b"other", Pieces(pieces)])
+
+        async def work() -> Reply:
+            async with self.joined(handler) as (carrier, _):
+                assert await carrier.reaches("b")
+                request = Request(Op.FETCH, KEY, row_bytes=len(whole), places=places)
+                return await carrier.ask("b", request)
+
+        reply = asyncio.run(work())
+        assert reply.header == {"n": 1}
+        assert reply.nbytes == len(whole) + 5
+        assert [bytes(frame) for frame in reply.frames] == [b"other", whole]
+        if asked:
+            assert asked == [({"n": 1}, [5, len(whole)])]
+            assert b"".join(target[start : start + 500] for start in starts) == whole
+            assert not any(any(target[start + 500 : start + 1000]) for start in starts)
+
     def test_a_profiler_that_holds_frames_of_functions_loses_no_message(self) -> None:
         """A frame keeps the views of buffers that its function had: Dask's profiler holds frames
         of other threads.
@@ -88,7 +120,7 @@ class CarrierTests:
                     reply = await carrier.ask(
                         "b", Request(Op.FETCH, KEY, {"n": n, "rows": bytes(1000)})
                     )
-                    sizes.append(sum(memoryview(frame).nbytes for frame in reply.frames))
+                    sizes.append(reply.nbytes)
                 return sizes
 
         held = []

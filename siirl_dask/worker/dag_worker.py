@@ -295,6 +295,7 @@ class DAGWorker(WorkerPlugin):
             loop=self._loop,
             stop=self.stop,
             meter=context_meter.meter,
+            digest=context_meter.digest_metric,
             stream_bytes=self.spec.data.stream_bytes,
             broadcasts=joined.broadcasts,
             overlap=plan.overlap,

@@ -8,21 +8,20 @@ import ctypes
 import logging
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distributed.comm.addressing import get_address_host
 
-from siirl_dask.config import Config, TransportMode, WeightSync, parse_bytes
+from siirl_dask.config import Config, TransportMode, WeightSync, parse_bytes, parse_ports
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.coordinator.databuffer.slots import Window
-from siirl_dask.coordinator.transport.dask_streams import DaskStreams
+from siirl_dask.coordinator.transport.carriers import HostCarrier, NetworkAccess, NetworkCarrier
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
-from siirl_dask.coordinator.transport.peers import PeerTransport
-from siirl_dask.coordinator.transport.unix_sockets import UnixSockets
+from siirl_dask.coordinator.transport.peers import Carrier, PeerTransport
 from siirl_dask.errors import ConfigError, PeerError
 from siirl_dask.planner import Edge, Hosts
 from siirl_dask.trace import Lane, Recorder
@@ -45,6 +44,8 @@ class DataSettings:
     transport: TransportMode = TransportMode.auto
     """``data.transport``."""
     limits: BufferLimits = field(default_factory=BufferLimits)
+    ports: Sequence[int] = (0,)
+    """Ports to try in turn for the worker's listener; 0: any free one."""
     prefetch: bool | None = None
     """``data.prefetch``."""
     quadratic_from: int = 0
@@ -76,6 +77,7 @@ class DataSettings:
                 memory=parse_bytes("data.memory_limit", data.memory_limit),
                 spill_folder=data.spill_directory,
             ),
+            ports=(0,) if data.port is None else parse_ports("data.port", data.port),
             prefetch=data.prefetch,
             quadratic_from=data.quadratic_from,
             peer_timeout=peer_timeout,
@@ -109,10 +111,14 @@ class DataPlane:
         self._run = run
         self._limits = settings.limits
         self._trace = Recorder(enabled=False) if trace is None else trace
-        self._streams = DaskStreams(worker, run, members, self._answer, settings.peer_timeout)
-        self._links = UnixSockets(run, str(worker.name), members, self._answer)
-        self._listens = settings.transport is not TransportMode.dask
-        carriers = (self._links, self._streams) if self._listens else (self._streams,)
+        network = NetworkAccess.of(worker, settings.ports)
+        timeout = settings.peer_timeout
+        self._network = NetworkCarrier(run, members, self._answer, network, timeout)
+        self._on_host: HostCarrier | None = None
+        carriers: list[Carrier] = [self._network]
+        if settings.transport is not TransportMode.dask:
+            self._on_host = HostCarrier(run, str(worker.name), members, self._answer, timeout)
+            carriers.insert(0, self._on_host)
         self.transport = PeerTransport(run, members, carriers, settings.peer_timeout)
         self.databuffer = Databuffer(
             run,
@@ -133,14 +139,14 @@ class DataPlane:
         if handler is not None:
             self._handler = handler
         _keep_freed_memory(self._limits.memory // 8)
-        self.port = await self._streams.start()
-        if self._listens:
-            await self._links.start()
+        self.port = await self._network.start()
+        if self._on_host is not None:
+            await self._on_host.start()
         await self.transport.start()
 
     def meet(self, ports: Mapping[str, int]) -> None:
         """Set the port of every member's listener; requests to peers are possible from then on."""
-        self._streams.meet(ports)
+        self._network.meet(ports)
 
     def begin(self, sequence: int, needed: int) -> None:
         """Begin the iteration ``sequence``, and forget the rows of those before sequence number

@@ -110,6 +110,7 @@ class ChainRun:
         iteration = self.calls.iteration
         tables = self.calls.tables
         trace = runtime.trace
+        databuffer = runtime.databuffer
         for link in links:
             runtime.stop.check()
             runtime.progress.beat()
@@ -137,13 +138,16 @@ class ChainRun:
                         tables[node.name] = self.calls.call(node, inputs, columns)
                         if trace.enabled:
                             span.amount = _resident_memory()
-                case Stream():
+                case Stream(edge=edge):
+                    bytes_before = databuffer.traffic.total
                     weight_stream.run(link, self.calls)
+                    if edge is not None:
+                        self._show_bytes(edge.name, databuffer.traffic.total - bytes_before)
                 case Send(edge):
                     with trace.span(
                         Lane.TRANSFER, "publish", edge.name, sequence=iteration.sequence
                     ):
-                        self._wait(runtime.databuffer.publish(edge, iteration, tables[edge.source]))
+                        self._wait(databuffer.publish(edge, iteration, tables[edge.source]))
                 case Recv(edge, guide, have):
                     with _Timed(self.calls, edge.name):
                         tables[edge.name] = self._receive(
@@ -204,6 +208,7 @@ class ChainRun:
         finally:
             made_at = owned_at[0] if owned_at else time.monotonic_ns()
             nbytes = databuffer.traffic.total - bytes_before
+            self._show_bytes(edge.name, nbytes)
             if edge.by_group:
                 self.calls.context("").log("bytes/by_group", nbytes, Reduce.SUM)
             sequence = iteration.sequence
@@ -219,6 +224,13 @@ class ChainRun:
                 sequence=sequence,
                 beside=False,
             )
+
+    def _show_bytes(self, name: str, nbytes: int) -> None:
+        """Add bytes that came from other workers to a link on Dask's dashboard; the task's own
+        thread has the context that they belong to.
+        """
+        if nbytes:
+            self.calls.runtime.digest(name, nbytes, "bytes")
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
         with self.calls.runtime.progress.waiting(""):

@@ -18,6 +18,7 @@ from siirl_dask.worker.stop import StopFlag
 from siirl_dask.worker.weight_broadcast import Broadcast
 
 Meter = Callable[[str], AbstractContextManager[object]]
+Digest = Callable[[str, float, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,8 @@ class WorkerRuntime:
     stop: StopFlag
     meter: Meter
     """Times a link under its name on Dask's dashboard."""
+    digest: Digest = lambda name, value, unit: None
+    """Adds an amount of a unit to a link there, such as the bytes that it received."""
     stream_bytes: int
     """Largest table of a weight stream, unless one parameter is larger."""
     broadcasts: Mapping[tuple[str, ...], Broadcast] = field(default_factory=dict)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any
 
+from siirl_dask.comms import wire
 from siirl_dask.coordinator.databuffer.slots import Window
-from siirl_dask.coordinator.transport import wire
 from siirl_dask.coordinator.transport.messages import TransitionKey
 from siirl_dask.errors import PeerError
 

@@ -26,6 +26,7 @@ from siirl_dask.config import (
     RunConfig,
     TrainerConfig,
     parse_bytes,
+    parse_ports,
 )
 from siirl_dask.config.file import (
     Interpolated,
@@ -682,3 +683,22 @@ def test_the_mask_that_looks_at_the_current_policy_goes_with_the_engines_log_pro
     )
     algorithm = load(path, ["data.url=a", "model.path=b"]).algorithm
     assert algorithm.correction == "siirl_dask.algorithms:mask_off_policy"
+
+
+@pytest.mark.parametrize(
+    ("written", "ports"),
+    [
+        ("9000", range(9000, 9001)),
+        ("20000:20100", range(20000, 20101)),
+        ("'9000'", range(9000, 9001)),
+    ],
+)
+def test_ports_are_a_number_or_a_range(written, ports):
+    config = load_text(f"data: {{url: rows, port: {written}}}\nmodel: {{path: model}}\n", "a.yaml")
+    assert parse_ports("data.port", config.data.port) == ports
+
+
+@pytest.mark.parametrize("port", ["0", "70000", "20:10", "1-2", "any", "9000:70000", ""])
+def test_a_port_that_is_none_is_refused_by_name(port):
+    with pytest.raises(ConfigError, match=r"data\.port='.*': expected a port, or a range"):
+        DataConfig(url="rows", port=port)

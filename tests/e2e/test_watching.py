@@ -38,7 +38,9 @@ def test_nothing_listens_beyond_loopback_while_a_run_is_under_way(start):
 
 
 def test_each_node_shows_by_its_name_in_fine_performance_metrics(train, cluster_address):
-    train("run", "run.steps=3")
+    """And each link that rows came by, with their bytes."""
+    apart = "cluster.placement={rollout: [0], policy: [1]}"
+    train("run", "run.steps=3", "cluster.workers=2", apart)
 
     async def beat(dask_worker):
         await dask_worker.heartbeat()  # metrics reach the scheduler with it
@@ -48,9 +50,14 @@ def test_each_node_shows_by_its_name_in_fine_performance_metrics(train, cluster_
             {str(part) for key in dask_scheduler.cumulative_worker_metrics for part in key}
         )
 
+    def links(dask_scheduler):
+        amounts = dask_scheduler.cumulative_worker_metrics.items()
+        return {str(key[-2]): amount for key, amount in amounts if key[-1] == "bytes"}
+
     with Client(cluster_address) as client:
         client.run(beat)
         shown = client.run_on_scheduler(labels)
+        received = client.run_on_scheduler(links)
     for node in (
         "prompts",
         "rollout",
@@ -62,6 +69,9 @@ def test_each_node_shows_by_its_name_in_fine_performance_metrics(train, cluster_
         "load_weights",
     ):
         assert node in shown
+    moved = {link: amount for link, amount in received.items() if "->" in link}
+    assert moved
+    assert min(moved.values()) > 0
 
 
 def scraped(url):

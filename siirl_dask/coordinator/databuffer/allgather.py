@@ -146,12 +146,13 @@ def _members(edge: Edge) -> tuple[str, ...]:
 
 
 def _read(reply: Reply, edge: Edge) -> GatheredStatistics:
-    if not reply.frames:
+    frames = reply.plain_frames()
+    if not frames:
         raise PeerError("received no statistics")
-    statistics = unpack_statistics(reply.frames[0], len(edge.sources))
+    statistics = unpack_statistics(frames[0], len(edge.sources))
     headers = reply.header.get("row_lengths")
     return GatheredStatistics(
-        statistics, unpack_row_lengths(headers, reply.frames[1:], len(edge.sources), edge.schema)
+        statistics, unpack_row_lengths(headers, frames[1:], len(edge.sources), edge.schema)
     )
 
 

@@ -41,6 +41,7 @@ from siirl_dask.coordinator.databuffer.serve import RowServer
 from siirl_dask.coordinator.databuffer.shares import Shares, pull_groups
 from siirl_dask.coordinator.databuffer.slots import ExpectedKeys, PublishedSlots, Window
 from siirl_dask.coordinator.layout.assignment import count_near, count_takers, row_statistics
+from siirl_dask.coordinator.transport.frames import check_types
 from siirl_dask.coordinator.transport.messages import (
     Op,
     Reply,
@@ -50,7 +51,6 @@ from siirl_dask.coordinator.transport.messages import (
     pack_ints,
     unpack_ints,
 )
-from siirl_dask.coordinator.transport.wire import check_types
 from siirl_dask.errors import Aborted, DataError, PeerError, SilentPeer
 from siirl_dask.planner import Edge, Hosts, Iteration, Rows
 

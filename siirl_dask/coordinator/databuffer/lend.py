@@ -25,7 +25,7 @@ from siirl_dask.coordinator.databuffer.ragged import (
     build_column,
     element_width,
 )
-from siirl_dask.coordinator.transport.wire import from_frames, to_frames
+from siirl_dask.coordinator.transport.frames import from_frames, to_frames
 from siirl_dask.errors import PeerError
 from siirl_dask.schema import IDENTITY
 

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import ipc
 
+from siirl_dask.comms.wire import Frame, Pieces
 from siirl_dask.coordinator.databuffer.arena import Arena, Attachments, unpack_handle
 from siirl_dask.coordinator.databuffer.lend import SharedTable, share
 from siirl_dask.coordinator.databuffer.ragged import (
@@ -30,6 +31,7 @@ from siirl_dask.coordinator.databuffer.row_lengths import RowLengths
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.layout.assignment import RowStatistics
 from siirl_dask.coordinator.layout.balance import Ints
+from siirl_dask.coordinator.transport.frames import to_frames
 from siirl_dask.coordinator.transport.messages import (
     Op,
     Request,
@@ -37,7 +39,6 @@ from siirl_dask.coordinator.transport.messages import (
     Transport,
     unpack_ints,
 )
-from siirl_dask.coordinator.transport.wire import Frame, to_frames
 from siirl_dask.errors import PeerError, SiirlError
 from siirl_dask.schema import IDENTITY, with_large_offsets
 
@@ -227,17 +228,28 @@ class Published:
         elements = [int(lengths[positions].sum()) for lengths in split.lengths]
         return sum(elements[split.group_of[name]] * split.ragged[name].width for name in columns)
 
-    def copy_rows(self, positions: Ints, columns: Sequence[str], arena: Arena) -> list[memoryview]:
-        """Return one frame a column, with the bytes of the rows one after the other."""
+    def row_frames(
+        self, positions: Ints, columns: Sequence[str], arena: Arena
+    ) -> list[memoryview | Pieces]:
+        """Return one frame a column, with the bytes of the rows one after the other.
+
+        Long rows are sent from where they lie; short ones are copied, and those of a spilled table:
+        the event loop sends, and would wait for pages of the file.
+        """
         split = self._columns()
         plans = [
             self.copy_plan(group, positions, starts_of(lengths[positions]))
             for group, lengths in enumerate(split.lengths)
         ]
-        frames = []
+        frames: list[memoryview | Pieces] = []
         for name in columns:
             column = split.ragged[name]
             plan = plans[split.group_of[name]]
+            if self.spilled is None:
+                pieces = plan.source_pieces(column.values, column.width)
+                if pieces is not None:
+                    frames.append(pieces)
+                    continue
             block = arena.allocate(plan.elements * column.width)
             plan.copy(column.values, block.bytes, column.width)
             frames.append(memoryview(block.buffer()))

@@ -12,12 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from siirl_dask.comms.wire import Frame, Pieces, nbytes_of
 from siirl_dask.config import TransportMode
 from siirl_dask.coordinator.databuffer.arena import Arena
 from siirl_dask.coordinator.databuffer.borrow import SharedTableReader
@@ -32,6 +34,7 @@ from siirl_dask.coordinator.databuffer.row_lengths import (
 )
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.layout.balance import Ints
+from siirl_dask.coordinator.transport.frames import from_frames
 from siirl_dask.coordinator.transport.messages import (
     Op,
     Reply,
@@ -42,7 +45,6 @@ from siirl_dask.coordinator.transport.messages import (
     unpack_ints,
 )
 from siirl_dask.coordinator.transport.peers import gather_or_cancel
-from siirl_dask.coordinator.transport.wire import Frame, from_frames
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge
 
@@ -351,26 +353,53 @@ class Puller:
     async def _fetch_message(
         self, buffer: ReceiveBuffer, rows: SourceRows, request: RowRequest
     ) -> None:
-        """Receive the rows of one request. The source may send the first of them only; then the
-        rest is asked for.
-        """
+        """Receive the rows of one request, long ones into their places; where the source sends the
+        first of them only, ask for the rest."""
         remaining = request
         while len(remaining.rows):
-            reply = await self._request_rows(rows, remaining, None)
+            places = partial(self._places, buffer, rows, remaining)
+            reply = await self._request_rows(rows, remaining, None, places)
             done, frames = self._take_others(buffer, rows, remaining, reply)
             if len(frames) != len(remaining.columns):
                 raise PeerError(
                     f"worker {rows.source!r} sent {len(frames)} columns: expected "
                     f"{remaining.columns}"
                 )
-            received = dict(zip(remaining.columns, frames, strict=True))
+            received = zip(remaining.columns, frames, strict=True)
+            # pieces have been received where they belong
+            to_copy = {name: f for name, f in received if not isinstance(f, Pieces)}
+            nbytes = sum(map(nbytes_of, to_copy.values()))
             await self._copy_threads.run(
-                remaining.nbytes, buffer.copy_frames, rows, remaining.rows[:done], received
+                nbytes, buffer.copy_frames, rows, remaining.rows[:done], to_copy
             )
             remaining = replace(remaining, rows=remaining.rows[done:])
 
+    def _places(
+        self,
+        buffer: ReceiveBuffer,
+        rows: SourceRows,
+        request: RowRequest,
+        header: object,
+        sizes: Sequence[int],
+    ) -> list[Pieces | None]:
+        """Return where the frames of a reply belong. PeerError, before a byte of them has come, for
+        other rows or columns than were asked for.
+        """
+        done, split = self._part(rows, request, header if isinstance(header, dict) else {})
+        if len(sizes) != split + len(request.columns):
+            raise PeerError(
+                f"worker {rows.source!r} sent {len(sizes) - split} columns: expected "
+                f"{request.columns}"
+            )
+        others: list[Pieces | None] = [None] * split
+        return others + buffer.places(rows, request.rows[:done], request.columns, sizes[split:])
+
     async def _request_rows(
-        self, rows: SourceRows, request: RowRequest, target: dict[str, Any] | None
+        self,
+        rows: SourceRows,
+        request: RowRequest,
+        target: dict[str, Any] | None,
+        places: Callable[[object, Sequence[int]], Sequence[Pieces | None]] | None = None,
     ) -> Reply:
         """Ask a source for rows: to write them to ``target``, or without one to send them."""
         positions = pack_ints(rows.positions[request.rows])
@@ -382,19 +411,35 @@ class Puller:
         }
         row_bytes = request.nbytes if target is None else 0
         reply = await self._transport.request(
-            rows.source, Request(Op.FETCH, rows.key, body, row_bytes)
+            rows.source, Request(Op.FETCH, rows.key, body, row_bytes, places)
         )
         self.traffic.add_message(rows.source, reply.nbytes)
         return reply
 
     def _take_others(
         self, buffer: ReceiveBuffer, rows: SourceRows, request: RowRequest, reply: Reply
-    ) -> tuple[int, Sequence[Frame]]:
+    ) -> tuple[int, Sequence[Frame | Pieces]]:
         """Take the other columns out of a reply. Return how many rows it is about, and the
         frames after those.
         """
-        done = reply.header.get("rows")
-        split = reply.header.get("split")
+        done, split = self._part(rows, request, reply.header)
+        schema = other_columns_schema(buffer.schema, rows.lengths)
+        if request.others and len(schema):
+            others = Reply(reply.header, reply.frames[:split]).plain_frames()
+            table = from_frames(reply.header.get("others", {}), others, schema)
+            if table.num_rows != done:
+                raise PeerError(
+                    f"worker {rows.source!r} gave {table.num_rows} rows instead of {done}"
+                )
+            buffer.add_others(rows.destinations[request.rows[:done]], table)
+        return done, reply.frames[split:]
+
+    def _part(
+        self, rows: SourceRows, request: RowRequest, header: Mapping[str, Any]
+    ) -> tuple[int, int]:
+        """Return how many of the rows a reply is about, and the number of frames before theirs."""
+        done = header.get("rows")
+        split = header.get("split")
         if not (
             isinstance(done, int)
             and isinstance(split, int)
@@ -402,12 +447,4 @@ class Puller:
             and split >= 0
         ):
             raise PeerError(f"worker {rows.source!r} gave {done!r} of {len(request.rows)} rows")
-        schema = other_columns_schema(buffer.schema, rows.lengths)
-        if request.others and len(schema):
-            table = from_frames(reply.header.get("others", {}), reply.frames[:split], schema)
-            if table.num_rows != done:
-                raise PeerError(
-                    f"worker {rows.source!r} gave {table.num_rows} rows instead of {done}"
-                )
-            buffer.add_others(rows.destinations[request.rows[:done]], table)
-        return done, reply.frames[split:]
+        return done, split

@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 import pyarrow as pa
 
+from siirl_dask.comms.wire import Pieces
 from siirl_dask.coordinator.databuffer.arena import Bytes
 from siirl_dask.coordinator.layout.balance import Ints
 
@@ -23,6 +24,9 @@ _SHORT = 256
 # bytes: copied in a tenth of a millisecond, worth letting go of the interpreter's lock for
 _LONG = 2**20
 _INDEX = 2**22  # elements of such an index at once
+# bytes: rows as long as this on average are sent from where they lie and received into their places;
+# what the kernel and the interpreter do for each piece costs less than two copies of it
+_PIECE = 2**12
 
 
 @lru_cache(maxsize=256)
@@ -190,6 +194,33 @@ class CopyPlan:
         self._write_end = int((targets + lengths).max(initial=0))
         self._sources, self._targets, self._lengths = _merge(sources, targets, lengths)
         self.elements = int(lengths.sum())
+
+    def source_pieces(self, source: Bytes, width: int) -> Pieces | None:
+        """Return the rows where they lie in ``source``, for elements of ``width`` bytes; None where
+        they are short, and a copy costs less.
+
+        The targets are those of a frame: one row after the other. IndexError where rows lie outside
+        of ``source``.
+        """
+        return self._pieces(source, self._sources, self._read_end, width)
+
+    def target_pieces(self, target: Bytes, width: int) -> Pieces | None:
+        """Return the rows' places in ``target``, for a frame that has one row after the other; None
+        where they are short. IndexError where places lie outside of ``target``.
+        """
+        return self._pieces(target, self._targets, self._write_end, width)
+
+    def _pieces(self, memory: Bytes, starts: Ints, end: int, width: int) -> Pieces | None:
+        if end * width > len(memory):
+            raise IndexError("rows lie outside of the memory they were to be moved from or to")
+        if self.elements * width < _PIECE * max(1, len(self._lengths)):
+            return None
+        view = memory.data
+        firsts = (starts * width).tolist()
+        sizes = (self._lengths * width).tolist()
+        return Pieces(
+            [view[first : first + size] for first, size in zip(firsts, sizes, strict=True) if size]
+        )
 
     def copy(self, source: Bytes, target: Bytes, width: int) -> None:
         """Copy elements of ``width`` bytes. IndexError, before anything is copied, where rows

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from siirl_dask.comms.wire import Frame, Pieces
 from siirl_dask.coordinator.databuffer.arena import Arena, ArenaBlock, SharedSegment
 from siirl_dask.coordinator.databuffer.borrow import SharedRows, concat_slices
 from siirl_dask.coordinator.databuffer.early.early_pull import EarlyBatch
@@ -27,7 +28,6 @@ from siirl_dask.coordinator.databuffer.ragged import (
 from siirl_dask.coordinator.host import physical_memory
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.messages import TransitionKey, pack_ints
-from siirl_dask.coordinator.transport.wire import Frame
 from siirl_dask.errors import PeerError
 from siirl_dask.schema import ROW_ID
 
@@ -154,19 +154,47 @@ class ReceiveBuffer:
         """
         plans: dict[int, CopyPlan] = {}
         for name, frame in frames.items():
-            column = self._columns[name]
-            lengths = rows.lengths[name][subset]
-            key = id(column.layout)
-            if key not in plans:
-                plans[key] = CopyPlan(
-                    starts_of(lengths), column.layout.starts[rows.destinations[subset]], lengths
-                )
             nbytes = memoryview(frame).nbytes
-            if nbytes != plans[key].elements * column.width:
-                raise PeerError(
-                    f"column {name!r} came as {nbytes} bytes: its row lengths were told otherwise"
-                )
-            plans[key].copy(np.frombuffer(frame, np.uint8), column.block.bytes, column.width)
+            plan, column = self._plan(rows, subset, name, nbytes, plans)
+            plan.copy(np.frombuffer(frame, np.uint8), column.block.bytes, column.width)
+
+    def places(
+        self, rows: SourceRows, subset: Ints, columns: Sequence[str], sizes: Sequence[int]
+    ) -> list[Pieces | None]:
+        """Return the places of a subset of a source's rows, for a frame of ``sizes`` bytes of each
+        of the columns; None where rows are short, and are copied there by ``copy_frames``.
+        PeerError for other sizes than the source has announced.
+        """
+        plans: dict[int, CopyPlan] = {}
+        found: list[Pieces | None] = []
+        for name, nbytes in zip(columns, sizes, strict=True):
+            plan, column = self._plan(rows, subset, name, nbytes, plans)
+            found.append(plan.target_pieces(column.block.bytes, column.width))
+        return found
+
+    def _plan(
+        self,
+        rows: SourceRows,
+        subset: Ints,
+        name: str,
+        nbytes: int,
+        plans: dict[int, CopyPlan],
+    ) -> tuple[CopyPlan, _Column]:
+        """Return the plan that takes a column's frame of ``nbytes`` to its places, from ``plans``
+        by layout, and the column. PeerError where its rows have other lengths.
+        """
+        column = self._columns[name]
+        lengths = rows.lengths[name][subset]
+        key = id(column.layout)
+        if key not in plans:
+            plans[key] = CopyPlan(
+                starts_of(lengths), column.layout.starts[rows.destinations[subset]], lengths
+            )
+        if nbytes != plans[key].elements * column.width:
+            raise PeerError(
+                f"column {name!r} came as {nbytes} bytes: its row lengths were told otherwise"
+            )
+        return plans[key], column
 
     def row_ids(self, rows: SourceRows) -> Ints:
         """Return the ids of a source's rows."""

@@ -151,7 +151,7 @@ class Relays:
         else:
             reply = await self._transport.request(relay, Request(Op.PASSED_ON, relayed))
         lengths = unpack_row_lengths(
-            reply.header.get("row_lengths"), reply.frames, 1, edge.schema
+            reply.header.get("row_lengths"), reply.plain_frames(), 1, edge.schema
         ).get(0)
         positions = np.arange(len(destinations))
         return RowOrigin(

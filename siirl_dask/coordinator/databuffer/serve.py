@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from siirl_dask.comms.wire import Pieces
 from siirl_dask.coordinator.databuffer.arena import Arena, Attachments, CannotMap
 from siirl_dask.coordinator.databuffer.limits import Budget, BufferLimits, CopyThreads
 from siirl_dask.coordinator.databuffer.published import Published
@@ -67,31 +68,30 @@ class RowServer:
             raise PeerError(
                 f"asked for {size} bytes at once: expected at most {self._message_bytes}"
             )
-        row_frames = await self._copy_out(published, positions, columns, size)
+        row_frames = await self._row_frames(published, positions, columns, size)
         return Reply(header, [*frames, *row_frames])
 
     def close(self) -> None:
         self._attachments.clear()
 
-    async def _copy_out(
+    async def _row_frames(
         self, published: Published, positions: Ints, columns: Sequence[str], size: int
-    ) -> Sequence[memoryview]:
-        """Copy rows into frames. Their bytes count against the budget until the last of them has
-        left this process.
+    ) -> Sequence[memoryview | Pieces]:
+        """Return rows in frames. Their bytes count against the budget until the last of them has
+        left this process, also where they are sent from where they lie.
         """
         await self._serving.acquire(size)
         try:
             frames = await self._copy_threads.run(
-                size, published.copy_rows, positions, columns, self._arena
+                size, published.row_frames, positions, columns, self._arena
             )
         except BaseException:
             self._serving.release(size)
             raise
         loop = asyncio.get_running_loop()
-        for (
-            frame
-        ) in frames:  # whoever sends a frame refers to its buffer until the last byte is out
-            weakref.finalize(frame.obj, self._release_on_loop, loop, frame.nbytes).atexit = False
+        for frame in frames:  # whoever sends a frame refers to it until the last byte is out
+            held = frame if isinstance(frame, Pieces) else frame.obj
+            weakref.finalize(held, self._release_on_loop, loop, frame.nbytes).atexit = False
         return frames
 
     def _release_on_loop(self, loop: asyncio.AbstractEventLoop, nbytes: int) -> None:

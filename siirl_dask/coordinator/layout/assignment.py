@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from siirl_dask.comms.wire import Frame
 from siirl_dask.coordinator.blobs import missing_groups
 from siirl_dask.coordinator.layout.balance import (
     NOWHERE,
@@ -30,7 +31,6 @@ from siirl_dask.coordinator.layout.balance import (
     prefers,
     row_costs,
 )
-from siirl_dask.coordinator.transport.wire import Frame
 from siirl_dask.errors import DataError, PeerError
 from siirl_dask.planner import Edge, Hosts, Rows
 from siirl_dask.planner.hosts import by_host, host_of

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from siirl_dask.comms.wire import MAX_REPLY_HEAD, Frame, Message, MessageBounds, Pieces, nbytes_of
 from siirl_dask.coordinator.layout.balance import Ints
-from siirl_dask.coordinator.transport.wire import MAX_REPLY_HEAD, Frame, Message, MessageBounds
 from siirl_dask.errors import Aborted, PeerError, SiirlError
 
 logger = logging.getLogger("siirl_dask.coordinator")
@@ -78,6 +78,9 @@ class Request:
     body: Mapping[str, Any] = field(default_factory=dict)
     row_bytes: int = 0
     """Bytes of rows that the reply will have; one with much more is refused. This is not sent."""
+    places: Callable[[object, Sequence[int]], Sequence[Pieces | None]] | None = None
+    """Where frames of the reply are received, if the carrier can, by its head and their sizes: see
+    ``siirl_dask.comms.rows_comm.Places``. This is not sent."""
 
     @property
     def reply_bounds(self) -> MessageBounds:
@@ -100,7 +103,8 @@ class Reply:
     """An answer: a header of plain data, and frames of raw bytes."""
 
     header: dict[str, Any] = field(default_factory=dict)
-    frames: Sequence[Frame] = ()
+    frames: Sequence[Frame | Pieces] = ()
+    """Pieces are sent from where they lie, and have been received into their places."""
 
     @staticmethod
     def of(message: Message) -> Reply:
@@ -115,13 +119,19 @@ class Reply:
 
     @property
     def nbytes(self) -> int:
-        return sum(memoryview(frame).nbytes for frame in self.frames)
+        return sum(map(nbytes_of, self.frames))
+
+    def plain_frames(self) -> list[Frame]:
+        """Return the frames, each in one piece."""
+        return [bytes(frame) if isinstance(frame, Pieces) else frame for frame in self.frames]
 
 
 Handler = Callable[[Request], Awaitable[Reply]]
 
 
-async def answer_to(packed: object, run: str, handler: Handler) -> tuple[object, Sequence[Frame]]:
+async def answer_to(
+    packed: object, run: str, handler: Handler
+) -> tuple[object, Sequence[Frame | Pieces]]:
     """Return the head and the frames of the message that answers a request. Aborted when the run
     is being stopped.
     """

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from siirl_dask.comms.wire import Frame
 from siirl_dask.coordinator.databuffer.limits import Allowance, Traffic
 from siirl_dask.coordinator.databuffer.ragged import element_width
 from siirl_dask.coordinator.databuffer.row_lengths import MAX_ROW_ELEMENTS
@@ -26,7 +27,6 @@ from siirl_dask.coordinator.transport.messages import (
     Transport,
     unpack_ints,
 )
-from siirl_dask.coordinator.transport.wire import Frame
 from siirl_dask.errors import PeerError, SiirlError
 from siirl_dask.planner import Edge
 
@@ -155,7 +155,7 @@ class EarlyPull:
             name: unpack_ints(values, MAX_ROW_ELEMENTS, len(row_ids))
             for name, values in zip(self._widths, announced, strict=True)
         }
-        frames = dict(zip(self._widths, reply.frames, strict=True))
+        frames = dict(zip(self._widths, reply.plain_frames(), strict=True))
         for name, width in self._widths.items():
             size = memoryview(frames[name]).nbytes
             if len(lengths[name]) != len(row_ids) or int(lengths[name].sum()) * width != size:

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from siirl_dask.comms.wire import Frame
 from siirl_dask.coordinator.databuffer.limits import Allowance
 from siirl_dask.coordinator.databuffer.ragged import RaggedColumn, as_ragged
 from siirl_dask.coordinator.layout.balance import preferred_targets
 from siirl_dask.coordinator.transport.messages import Reply, pack_ints
-from siirl_dask.coordinator.transport.wire import Frame
 from siirl_dask.errors import NodeError, PeerError
 from siirl_dask.planner import Edge
 from siirl_dask.schema import GROUP_ID, ROW_ID

@@ -1,5 +1,4 @@
-"""The format of messages between workers, the same over Unix sockets within a host and over streams
-between hosts.
+"""The format of messages between workers, the same within a host and between hosts.
 
 A message is a prelude (bytes of the head, number of frames, number of the message; little-endian),
 the size of each frame (8 bytes each), the head (msgpack) and the frames. Its head is plain data;
@@ -11,153 +10,19 @@ memory is taken for it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from reprlib import repr as short
 from typing import Any
 
 import msgpack
-import pyarrow as pa
 
-from siirl_dask.errors import DataError, PeerError
+from siirl_dask.errors import PeerError
 
-# Turns an Arrow table into a small header and its own buffers, and back: no pickle, and no copy on
-# the way out.
-#
-# A received table is checked before it is used: the receiver names the schema, and Arrow validates
-# every offset.
-
-
+VERSION = 2
+"""Version of the format. Both sides of a connection name theirs first."""
 Frame = memoryview | bytes
-_LEAVES = (
-    pa.types.is_primitive,
-    pa.types.is_string,
-    pa.types.is_large_string,
-    pa.types.is_null,
-    pa.types.is_binary,
-    pa.types.is_large_binary,
-    pa.types.is_fixed_size_binary,
-)
-
-
-def check_types(schema: pa.Schema) -> None:
-    """Raise DataError naming the first column whose type cannot move between workers."""
-    for field in schema:
-        if not _can_move(field.type):
-            raise DataError(
-                f"column {field.name!r} has type {field.type}, which cannot move between workers: "
-                "expected numbers, booleans, strings, binary, times, or lists, maps and structs of "
-                "them; cast it"
-            )
-
-
-def _can_move(kind: pa.DataType) -> bool:
-    types = pa.types
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _can_move(kind.value_type)
-    if types.is_map(kind):
-        return _can_move(kind.key_type) and _can_move(kind.item_type)
-    if types.is_struct(kind):
-        return all(_can_move(field.type) for field in kind)
-    return any(is_leaf(kind) for is_leaf in _LEAVES)
-
-
-def to_frames(table: pa.Table) -> tuple[dict[str, Any], list[Frame]]:
-    """Return a header of plain data, and frames that are views of the table's own buffers."""
-    frames: list[Frame] = []
-    nodes: list[list[int]] = []
-    for column in table.columns:
-        array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-        if isinstance(array, pa.ChunkedArray):
-            array = pa.concat_arrays(array.chunks)
-        _flatten(array, nodes, frames)
-    return {"rows": table.num_rows, "nodes": nodes}, frames
-
-
-def _flatten(array: pa.Array, nodes: list[list[int]], frames: list[Frame]) -> None:
-    """Append one node ``[length, nulls, frame index or -1 ...]`` for the array and for each
-    child, depth first.
-    """
-    # a slice, whose buffers are those of its whole parent: this copies the slice alone
-    if array.offset != 0:
-        array = array.take(pa.array(range(len(array)), pa.int64()))
-    children = list(_children(array))
-    own = array.buffers()[: array.type.num_buffers]
-    node = [len(array), array.null_count]
-    for buffer in own:
-        node.append(-1 if buffer is None else len(frames))
-        if buffer is not None:
-            frames.append(memoryview(buffer))
-    nodes.append(node)
-    for child in children:
-        _flatten(child, nodes, frames)
-
-
-def _children(array: pa.Array) -> Iterator[pa.Array]:
-    kind = array.type
-    if _is_list_like(kind):
-        yield array.values
-    elif pa.types.is_struct(kind):
-        for index in range(kind.num_fields):
-            yield array.field(index)
-
-
-def from_frames(header: dict[str, Any], frames: Sequence[Frame], schema: pa.Schema) -> pa.Table:
-    """Return the table over the received buffers. PeerError for anything that is not a table of
-    ``schema``.
-    """
-    try:
-        nodes = iter(header["nodes"])
-        arrays = [_build(field.type, nodes, frames) for field in schema]
-        if next(nodes, None) is not None:
-            raise ValueError("more columns than expected")
-        for name, array in zip(schema.names, arrays, strict=True):
-            if len(array) != header["rows"]:
-                raise ValueError(
-                    f"column {name!r} has {len(array)} rows instead of {header['rows']}"
-                )
-            array.validate(full=True)
-        return pa.table(arrays, schema=schema)
-    except (
-        KeyError,
-        IndexError,
-        TypeError,
-        ValueError,
-        OverflowError,
-        StopIteration,
-        pa.ArrowException,
-    ) as error:
-        raise PeerError(
-            f"received frames that are no table of {schema.names}: {error!r}"
-        ) from error
-
-
-def _build(kind: pa.DataType, nodes: Iterator[Sequence[int]], frames: Sequence[Frame]) -> pa.Array:
-    length, nulls, *indices = next(nodes)
-    if length < 0 or nulls < 0 or nulls > length or len(indices) != kind.num_buffers:
-        raise ValueError(f"bad node for type {kind}")
-    if any(not -1 <= index < len(frames) for index in indices):
-        raise ValueError(f"frame out of range for type {kind}")
-    buffers = [None if index == -1 else pa.py_buffer(frames[index]) for index in indices]
-    children = [_build(field.type, nodes, frames) for field in _child_fields(kind)]
-    return pa.Array.from_buffers(kind, length, buffers, nulls, children=children or None)
-
-
-def _child_fields(kind: pa.DataType) -> list[pa.Field]:
-    return [kind.field(index) for index in range(kind.num_fields)]
-
-
-def _is_list_like(kind: pa.DataType) -> bool:
-    types = pa.types
-    return bool(
-        types.is_list(kind)
-        or types.is_large_list(kind)
-        or types.is_fixed_size_list(kind)
-        or types.is_map(kind)
-    )
-
-
 PRELUDE = struct.Struct("<IIQ")
 MAX_REQUEST_HEAD = 2**20
 """Bytes of a request's head. A list of empty lists takes 64 times its bytes once it is unpacked."""
@@ -172,15 +37,42 @@ _FRAME = 1  # extension type: the index of the frame that holds the value
 _INDEX = struct.Struct("<I")
 
 
+class Pieces:
+    """A frame that lies in several places of memory: sent from there, or received into them.
+
+    Whoever sends or receives it refers to it until its last byte has moved.
+    """
+
+    __slots__ = ("__weakref__", "nbytes", "views")
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        """``views`` are of single bytes, in the order of the frame."""
+        self.views = views
+        self.nbytes = sum(view.nbytes for view in views)
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.views)
+
+
+def nbytes_of(frame: Frame | Pieces) -> int:
+    """Return the bytes of a frame."""
+    return frame.nbytes if isinstance(frame, Pieces) else memoryview(frame).nbytes
+
+
 @dataclass(frozen=True, slots=True)
 class MessageBounds:
     """Bytes that a message may have."""
 
     head: int
     frames: int
+    number: int | None = None
+    """The one number that it may have; None: any."""
 
 
 REQUEST = MessageBounds(MAX_REQUEST_HEAD, MAX_REQUEST_FRAMES)
+GREETING = int.from_bytes(b"siirl\0\0\2", "little")
+"""Number of the first message each way: who speaks anything else is known by 16 bytes."""
+HANDSHAKE = MessageBounds(2**12, 0, GREETING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,29 +101,38 @@ class Message:
     number: int
     head: object
     """Plain data: numbers, text, bytes, lists, mappings."""
-    frames: Sequence[Frame]
+    frames: Sequence[Frame | Pieces]
 
 
-def pack(number: int, head: object, frames: Sequence[Frame] = ()) -> list[Frame]:
-    """Return the buffers of a message: the last ones are the frames themselves, not copies."""
-    views = [memoryview(frame).cast("B") for frame in frames]
-    own = len(views)
-    packed = msgpack.packb([own, _outlined(head, views)])
-    sizes = struct.pack(f"<{len(views)}Q", *(view.nbytes for view in views))
-    return [PRELUDE.pack(len(packed), len(views), number) + sizes + packed, *views]
+def pack(number: int, head: object, frames: Sequence[Frame | Pieces] = ()) -> list[memoryview]:
+    """Return the buffers of a message: the last ones are the frames themselves, not copies.
+
+    TypeError or ValueError where the head is no plain data.
+    """
+    parts = [_views(frame) for frame in frames]
+    outlined: list[memoryview] = []
+    packed = msgpack.packb([len(parts), _outlined(head, outlined, len(parts))])
+    parts += [[view] for view in outlined]
+    sizes = struct.pack(f"<{len(parts)}Q", *(sum(view.nbytes for view in views) for views in parts))
+    top = PRELUDE.pack(len(packed), len(parts), number) + sizes + packed
+    return [memoryview(top), *(view for views in parts for view in views)]
 
 
-def _outlined(value: Any, frames: list[memoryview]) -> Any:
+def _views(frame: Frame | Pieces) -> Sequence[memoryview]:
+    return frame.views if isinstance(frame, Pieces) else [memoryview(frame).cast("B")]
+
+
+def _outlined(value: Any, frames: list[memoryview], before: int) -> Any:
     """Return ``value`` with an extension type in place of long bytes, which are appended to
-    ``frames``.
+    ``frames``; ``before`` is the number of frames before these.
     """
     if isinstance(value, dict):
-        return {key: _outlined(item, frames) for key, item in value.items()}
+        return {key: _outlined(item, frames, before) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_outlined(item, frames) for item in value]
+        return [_outlined(item, frames, before) for item in value]
     if isinstance(value, bytes | bytearray | memoryview) and memoryview(value).nbytes >= _LONG:
         frames.append(memoryview(value).cast("B"))
-        return msgpack.ExtType(_FRAME, _INDEX.pack(len(frames) - 1))
+        return msgpack.ExtType(_FRAME, _INDEX.pack(before + len(frames) - 1))
     return value
 
 
@@ -240,10 +141,13 @@ def read_prelude(data: bytes | bytearray, bounds: MessageBounds) -> Prelude:
     beyond the bounds.
     """
     head, frames, number = PRELUDE.unpack_from(data)
-    if head > bounds.head or frames > _MAX_FRAMES:
+    if bounds.number is not None and number != bounds.number:
+        raise PeerError("received bytes that are no handshake of the format of rows")
+    most_frames = min(_MAX_FRAMES, bounds.frames)
+    if head > bounds.head or frames > most_frames:
         raise PeerError(
             f"received a message with a head of {head} bytes and {frames} frames: expected at most "
-            f"{bounds.head} bytes and {_MAX_FRAMES} frames"
+            f"{bounds.head} bytes and {most_frames} frames"
         )
     return Prelude(head, frames, number)
 
@@ -265,7 +169,9 @@ def split(body: memoryview, sizes: Sequence[int]) -> list[memoryview]:
     return [body[first:last] for first, last in pairwise(accumulate(sizes, initial=0))]
 
 
-def read_message(prelude: Prelude, top: bytes, frames: Sequence[Frame]) -> Message:
+def read_message(
+    prelude: Prelude, top: bytes | bytearray, frames: Sequence[Frame | Pieces]
+) -> Message:
     """Return the message that ``pack`` packed. PeerError when its head is no plain data."""
 
     def frame(kind: int, index: bytes) -> bytes:

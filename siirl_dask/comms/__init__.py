@@ -1,0 +1,13 @@
+"""Comms of Dask that carry rows: ``rows+tcp``, ``rows+tls`` and ``rows+unix``.
+
+They are backends of ``distributed.comm``, under the names above, so Dask's ``connect``, ``listen``,
+``rpc`` and ``ConnectionPool`` work on them. What differs from Dask's own comms:
+
+* a message is plain data and raw frames (``wire``): no byte of it is unpickled, in the handshake
+  neither, and every size is bounded before memory is taken for it;
+* frames are sent from where they lie and received into their places (``RowsComm.send`` and
+  ``RowsComm.receive``), without a copy in this process;
+* a listener gives a connection seconds to say who it is.
+
+A whole cluster cannot speak them: Dask's control messages are pickles.
+"""

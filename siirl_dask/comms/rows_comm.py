@@ -1,0 +1,195 @@
+"""A connection that carries plain data as Dask's comms do, and rows without a copy."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from distributed.comm.core import Comm, CommClosedError
+
+from siirl_dask.comms import wire
+from siirl_dask.comms.byte_stream import ByteStream
+from siirl_dask.comms.sockets import Scheme, peer_process
+from siirl_dask.comms.wire import Frame, Message, MessageBounds, Pieces
+from siirl_dask.errors import PeerError
+
+logger = logging.getLogger("siirl_dask.comms")
+_SMALL = 2**15  # bytes: frames up to this together are read as one
+_ONE_RECORD = 2**17  # bytes: messages up to this go to TLS as one buffer
+_WIRE = "siirl_dask.wire"  # of the handshake: the version of the format
+
+Places = Callable[[object, Sequence[int]], Sequence[Pieces | None]]
+"""Returns where frames go that are about to arrive, from the message's head and their sizes in
+bytes: for each of the first frames its place, or None for memory of its own. It raises PeerError
+for a head or sizes that are not what was asked for, before a byte is received."""
+
+
+class RowsComm(Comm):
+    """One side of a connection.
+
+    One message at a time goes each way. A peer that sends what is malformed or too large, and a
+    read or a write that is cancelled, close it.
+    """
+
+    def __init__(
+        self, stream: ByteStream, scheme: Scheme, local: str, peer: str, *, deserialize: bool = True
+    ) -> None:
+        """``local`` and ``peer`` are the locations of both sides, without the scheme."""
+        super().__init__(deserialize=deserialize)
+        self._stream = stream
+        self._scheme = scheme
+        # names that Dask's connect() reads
+        self._local_addr = scheme.prefix + local
+        self._peer_addr = scheme.prefix + peer
+
+    async def send(
+        self, head: object, frames: Sequence[Frame | Pieces] = (), number: int = 0
+    ) -> int:
+        """Send a message, and return its bytes once the kernel has them; until then ``frames`` are
+        referred to. CommClosedError where the connection is closed, TypeError for a head that is no
+        plain data.
+        """
+        try:
+            views = wire.pack(number, head, frames)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise TypeError(f"{self._scheme} carries plain data only: {error}") from error
+        nbytes = sum(view.nbytes for view in views)
+        if self._stream.is_tls and nbytes <= _ONE_RECORD:
+            views = [memoryview(b"".join(views))]
+        try:
+            await self._stream.write(views)
+        except OSError as error:
+            raise CommClosedError(f"{self._peer_addr}: {error}") from error
+        return nbytes
+
+    async def receive(self, bounds: MessageBounds, places: Places | None = None) -> Message:
+        """Return the next message; frames with a place of ``places`` are received into it.
+
+        CommClosedError at the end of the connection, PeerError for what is no message, is beyond
+        ``bounds``, or does not fit its places.
+        """
+        try:
+            return await self._receive(bounds, places)
+        except PeerError:
+            self.abort()  # what follows cannot be told from this message
+            raise
+        except OSError as error:
+            raise CommClosedError(f"{self._peer_addr}: {error}") from error
+
+    async def _receive(self, bounds: MessageBounds, places: Places | None) -> Message:
+        stream = self._stream
+        prelude = wire.read_prelude(await stream.read(wire.PRELUDE.size), bounds)
+        top = await stream.read(prelude.top)
+        sizes = wire.read_sizes(prelude, top, bounds)
+        if places is not None and sizes:
+            return await self._receive_placed(prelude, top, sizes, places)
+        if sum(sizes) <= _SMALL:
+            body = memoryview(await stream.read(sum(sizes)))
+            return wire.read_message(prelude, top, wire.split(body, sizes))
+        frames = [_new_frame(size) for size in sizes]
+        await stream.read_into(frames)
+        return wire.read_message(prelude, top, frames)
+
+    async def _receive_placed(
+        self,
+        prelude: wire.Prelude,
+        top: bytes | bytearray,
+        sizes: Sequence[int],
+        places: Places,
+    ) -> Message:
+        # long values of the head are still to come: empty until then
+        announced = wire.read_message(prelude, top, [b""] * len(sizes))
+        own = len(announced.frames)
+        chosen = [*places(announced.head, sizes[:own])]
+        chosen += [None] * (len(sizes) - len(chosen))
+        frames: list[Frame | Pieces] = []
+        views: list[memoryview] = []
+        for size, place in zip(sizes, chosen, strict=True):
+            if place is None:
+                frame = _new_frame(size)
+                frames.append(frame)
+                views.append(frame)
+                continue
+            if place.nbytes != size:
+                raise PeerError(f"received {size} bytes of rows: expected {place.nbytes}")
+            frames.append(place)
+            views.extend(place.views)
+        await self._stream.read_into(views)
+        return wire.read_message(prelude, top, frames)
+
+    # What Dask calls.
+
+    async def write(self, msg: Any, serializers: Any = None, on_error: Any = None) -> int:
+        """Send plain data, the handshake first. TypeError for anything else: nothing is pickled."""
+        return await self.send(msg, number=0 if self.remote_info else wire.GREETING)
+
+    async def read(self, deserializers: Any = None) -> Any:
+        """Return the plain data that the peer sent, its handshake first."""
+        bounds = wire.REQUEST if self.remote_info else wire.HANDSHAKE
+        try:
+            message = await self.receive(bounds)
+            if not self.remote_info:
+                _check_handshake(message.head)
+        except PeerError as error:
+            self.abort()
+            logger.warning("closed a connection from %s: %s", self._peer_addr, error)
+            raise CommClosedError(f"{self._peer_addr}: {error}") from error
+        return message.head
+
+    async def close(self) -> None:
+        self._stream.close()
+
+    def abort(self) -> None:
+        self._stream.close()
+
+    def closed(self) -> bool:
+        return self._stream.closed
+
+    def handshake_info(self) -> dict[str, Any]:
+        return {_WIRE: wire.VERSION}
+
+    @staticmethod
+    def handshake_configuration(local: dict[str, Any], remote: dict[str, Any]) -> dict[str, Any]:
+        """Nothing has to be agreed: ``read`` has refused another version."""
+        return {}
+
+    @property
+    def local_address(self) -> str:
+        return self._local_addr
+
+    @property
+    def peer_address(self) -> str:
+        return self._peer_addr
+
+    @property
+    def same_host(self) -> bool:
+        if self._scheme is Scheme.UNIX:
+            return True
+        return bool(super().same_host)
+
+    @property
+    def extra_info(self) -> dict[str, Any]:
+        """The peer's process over a Unix socket, its certificate and the cipher over TLS."""
+        sock = self._stream.socket
+        if self.closed():
+            return {}
+        if isinstance(sock, ssl.SSLSocket):
+            return {"peercert": sock.getpeercert(), "cipher": sock.cipher()}
+        if self._scheme is Scheme.UNIX:
+            return asdict(peer_process(sock))
+        return {}
+
+
+def _new_frame(size: int) -> memoryview:
+    """Return memory of its own for a frame, to be freed by itself; it is not cleared first."""
+    return np.empty(size, np.uint8).data
+
+
+def _check_handshake(info: object) -> None:
+    """Raise PeerError unless the peer speaks this version of the format."""
+    if not isinstance(info, dict) or info.get(_WIRE) != wire.VERSION:
+        raise PeerError(f"received no handshake of version {wire.VERSION} of the format of rows")
