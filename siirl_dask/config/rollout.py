@@ -169,7 +169,8 @@ class RolloutConfig:
     draft_tokens: int = 0
     """Most tokens of a response that are drafted before a pass of the model, as they came after the
     same tokens in the prompt or in other responses to it. Those that the engine would draw are
-    taken together, so that samples do not change. 0: none are drafted."""
+    taken together: in float32 samples do not change, and log-probs in their last bits. 0: none
+    are drafted."""
     tensor_parallel_size: int = 1
     """Number of consecutive workers of the role that form one vLLM engine, each with a slice of
     the model."""

@@ -92,7 +92,10 @@ def _of_rows(rows: list[Any]) -> pa.Table:
     for row in rows:
         if not isinstance(row, Mapping):
             raise DataError(f"a row of it is {row!r:.80}; expected dicts of columns")
-    names = dict.fromkeys(str(name) for row in rows for name in row)
+        other = next((name for name in row if not isinstance(name, str)), None)
+        if other is not None:
+            raise DataError(f"a row of it has the key {other!r}; expected names of columns as keys")
+    names = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
 
 

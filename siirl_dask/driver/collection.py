@@ -87,8 +87,15 @@ class Collection:
             )
 
         async def stage_all() -> list[StagedPartition]:
-            futures = [_submitted(client, one, url, prompt) for one in self.partitions]
-            staged: list[StagedPartition] = await client.gather(futures, asynchronous=True)
+            futures = self._submitted(client, url, prompt)
+            try:
+                staged: list[StagedPartition] = await client.gather(futures, asynchronous=True)
+            except Exception:
+                written = [future for future in futures if future.status == "finished"]
+                orphans = await client.gather(written, errors="skip", asynchronous=True)
+                await client.cancel(futures, asynchronous=True)
+                _remove(url, [one.part for one in orphans if one.part is not None])
+                raise
             return staged
 
         try:
@@ -98,13 +105,19 @@ class Collection:
                 f"data: a partition cannot be computed or written: {type(error).__name__}: {error}"
             ) from error
 
-
-def _submitted(client: Client, partition: Any, url: str, prompt: str) -> Future[StagedPartition]:
-    if isinstance(partition, Future):
-        return client.submit(stage_partition, partition, url, prompt, pure=False, retries=_RETRIES)
-    job = delayed(stage_partition, pure=False)(partition, url, prompt)
-    future: Future[StagedPartition] = client.compute(job, retries=_RETRIES)
-    return future
+    def _submitted(self, client: Client, url: str, prompt: str) -> list[Future[StagedPartition]]:
+        """Return a future for each partition, in their order. Those that are delayed are computed
+        by one call: each has the graph of all of them.
+        """
+        stage = delayed(stage_partition, pure=False)
+        jobs = [stage(one, url, prompt) for one in self.partitions if isinstance(one, Delayed)]
+        computed = iter(client.compute(jobs, retries=_RETRIES))
+        return [
+            client.submit(stage_partition, one, url, prompt, pure=False, retries=_RETRIES)
+            if isinstance(one, Future)
+            else next(computed)
+            for one in self.partitions
+        ]
 
 
 def write_dataset(

@@ -101,8 +101,8 @@ class RunHandle:
         """
         if self.done():
             return
-        self._is_cancelled = True
         self._cancel(at_once)
+        self._is_cancelled = True
 
     def rollout_tables(
         self, table: str = TABLE, steps: Sequence[int] | None = None

@@ -1,4 +1,8 @@
-"""Ends a run from another process: a message on a topic of the scheduler's reaches its driver."""
+"""Ends a run from another process: a message on a topic of the scheduler's reaches its driver.
+
+Each start has a topic of its own, named by its token in the run's folder: who cannot read the
+folder cannot end the run, and a message is for no other start, nor for another run of that path.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,22 @@ from hashlib import sha256
 from typing import Any
 
 from distributed import Client
-from siirl_storage.files import absolute
 
 from siirl_dask.driver.caller import StopRequest
+from siirl_dask.runs.holder import Holder
 
 AFTER_STEP = "after step"
 AT_ONCE = "at once"
 
 
-def topic_of(url: str) -> str:
-    """Return the topic of the run at ``url``."""
-    return f"siirl-stop-{sha256(absolute(url).encode()).hexdigest()[:16]}"
+def _topic_of(start: Holder) -> str:
+    return f"siirl-stop-{sha256(start.token.encode()).hexdigest()[:32]}"
 
 
-def listen(client: Client, url: str, stop: StopRequest) -> None:
-    """Pass what others send about the run at ``url`` on to ``stop``; anything else is ignored."""
+def listen(client: Client, start: Holder, stop: StopRequest) -> None:
+    """Pass what others have sent, and will send, about the start on to ``stop``; anything else is
+    ignored.
+    """
 
     def handle(event: tuple[float, Any]) -> None:
         _, message = event
@@ -29,10 +34,12 @@ def listen(client: Client, url: str, stop: StopRequest) -> None:
         if message in (AFTER_STEP, AT_ONCE):
             stop.after_step.set()
 
-    client.subscribe_topic(topic_of(url), handle)
+    client.subscribe_topic(_topic_of(start), handle)
+    for event in client.get_events(_topic_of(start)):  # sent while its workers were waited for
+        handle(event)
 
 
-async def send(client: Client, url: str, how: str) -> None:
-    """Ask the driver of the run at ``url`` to end it, ``how`` being one of the words above."""
+async def send(client: Client, start: Holder, how: str) -> None:
+    """Ask the driver of the start to end it, ``how`` being one of the words above."""
     assert client.scheduler is not None  # whoever calls has looked
-    await client.scheduler.log_event(topic=topic_of(url), msg=how)
+    await client.scheduler.log_event(topic=_topic_of(start), msg=how)

@@ -17,7 +17,7 @@ from siirl_dask.config.file import ConfigSource
 from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.caller import RunCaller
 from siirl_dask.driver.checks.number_type import OpenTypes, expected_dtype, is_open
-from siirl_dask.driver.checks.preflight import check, check_observation
+from siirl_dask.driver.checks.preflight import Checked, check, check_observation
 from siirl_dask.driver.checks.reachable import check_models_here
 from siirl_dask.driver.clusters.cluster import connect, reconnect
 from siirl_dask.driver.clusters.processes import hosts_of, workers_needed
@@ -44,7 +44,7 @@ from siirl_dask.driver.recovery.scheduler_guard import scheduler_guard
 from siirl_dask.driver.recovery.worker_group import WorkerGroup, WorkerGroups
 from siirl_dask.driver.remote_stop import listen
 from siirl_dask.driver.requested import DATA_URL, Recipe, RequestedRun, requested_run
-from siirl_dask.driver.starts import find_starts
+from siirl_dask.driver.starts import Starts, find_starts
 from siirl_dask.errors import (
     ConfigError,
     Fenced,
@@ -127,32 +127,20 @@ def train(
     if open_types is not None:
         config, dag, validation = _decided(open_types, open_types.expected.dtype)
     resume = find_resume_point(config, dag, fresh=fresh, force=force)
-    if caller.data is not None:
-        write_dataset(caller, config, resume, force=force, note=progress.note)
-    workers = worker_names(config)
-    assume_columns = config.data.prepare is not None
-    planned = plan_run(
-        config, dag, validation, workers=workers, resume=resume, assume_columns=assume_columns
-    )
-    check_observation(config, planned[Phase.TRAIN][0])
-    if starts.are_written:
-        checked = check(config, planned)
-    else:
-        base_config, base_dag, base_validation = starts.with_bases(config, dag, validation)
-        base_phases = plan_run(
-            base_config,
-            base_dag,
-            base_validation,
-            workers=workers,
-            resume=resume,
-            assume_columns=assume_columns,
-        )
-        checked = check(base_config, base_phases)
-    check_same_data(config.run.url, resume, data_versions(planned), force=force)
-    check_writable(config.run.url)
-    if prepare(config):
-        checked = check(config, planned)  # again: now the dataset and the model exist
-    with _taken(config, progress) as attempt:
+    with ExitStack() as taken:
+        attempt = None
+        if caller.data is not None:
+            # first: the dataset of another start that goes on may not be replaced
+            check_writable(config.run.url)
+            attempt = taken.enter_context(_taken(config, progress))
+            write_dataset(caller, config, resume, force=force, note=progress.note)
+        planned, checked = _planned(config, dag, validation, starts, resume)
+        check_same_data(config.run.url, resume, data_versions(planned), force=force)
+        check_writable(config.run.url)
+        if prepare(config):
+            checked = check(config, planned)  # again: now the dataset and the model exist
+        if attempt is None:
+            attempt = taken.enter_context(_taken(config, progress))
         if not starts.are_written:
             for note in starts.notes:
                 progress.note(note)
@@ -172,6 +160,32 @@ def train(
         )
         log = RunLog(config, attempt, progress, resume, command, on_record=caller.on_record)
         return _run(job, log)
+
+
+def _planned(
+    config: Config, dag: DAG, validation: DAG | None, starts: Starts, resume: ResumePoint
+) -> tuple[Phases, Checked]:
+    """Return the plans of a run, and what its checks found, where it starts from files that are
+    not written yet in those that they are made of.
+    """
+    workers = worker_names(config)
+    assume_columns = config.data.prepare is not None
+    planned = plan_run(
+        config, dag, validation, workers=workers, resume=resume, assume_columns=assume_columns
+    )
+    check_observation(config, planned[Phase.TRAIN][0])
+    if starts.are_written:
+        return planned, check(config, planned)
+    base_config, base_dag, base_validation = starts.with_bases(config, dag, validation)
+    base_phases = plan_run(
+        base_config,
+        base_dag,
+        base_validation,
+        workers=workers,
+        resume=resume,
+        assume_columns=assume_columns,
+    )
+    return planned, check(base_config, base_phases)
 
 
 def _taken(config: Config, progress: Progress) -> Attempt:
@@ -312,7 +326,7 @@ def _launch_until_done(job: Job, log: RunLog) -> None:
                     previous = driver
                     with scheduler_guard(client, config.cluster):
                         if config.cluster.exists:
-                            listen(client, config.run.url, caller.stop)
+                            listen(client, log.attempt.holder, caller.stop)
                         if groups is None:
                             job = _with_workers_dtype(job, log, client)
                             groups = _worker_groups(job, progress)
@@ -328,7 +342,7 @@ def _launch_until_done(job: Job, log: RunLog) -> None:
                     log.page.end(Status.COMPLETE)
                     return
                 except SiirlError as error:
-                    if not restarts.after(error, log.steps):
+                    if caller.stop.after_step.is_set() or not restarts.after(error, log.steps):
                         cause = restarts.cause(error)
                         if cause is error:
                             raise

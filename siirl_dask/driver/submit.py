@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
@@ -24,11 +26,14 @@ from siirl_dask.driver.run import train
 from siirl_dask.errors import ConfigError, DataError, Interrupted, RunError
 from siirl_dask.observe import Status, Summary, read_metrics, read_summary
 from siirl_dask.planner import DAG, Phase
-from siirl_dask.runs.attempt import RunStart, newest_start
+from siirl_dask.runs.attempt import RunStart, newest_start, summary_is_older
 from siirl_dask.runs.reader import open_run
+
+logger = logging.getLogger("siirl_dask.driver")
 
 _INTERVAL = 0.5  # seconds between two looks at the folder of a run that another process trains
 _SEND_TIMEOUT = 10.0  # seconds for the scheduler to take a message
+_PATIENCE = 120.0  # seconds in which a store that cannot be read is asked again
 
 
 def submit(
@@ -106,28 +111,34 @@ def _stop_elsewhere(url: str, client: Client | None, at_once: bool) -> None:
             "cluster to cancel it"
         )
     scheduler_address(client)
+    start = newest_start(url)
+    if start is None:
+        raise ConfigError(f"the run at {url!r} was never started: there is nothing to cancel")
     loop = client.loop
     assert loop is not None
     sending = asyncio.run_coroutine_threadsafe(
-        send(client, url, AT_ONCE if at_once else AFTER_STEP),
+        send(client, start.holder, AT_ONCE if at_once else AFTER_STEP),
         loop.asyncio_loop,  # type: ignore[attr-defined]
     )
-    if not client.asynchronous:  # or this thread may be the one that sends it
+    if client.asynchronous:  # this thread may be the one that sends it
+        sending.add_done_callback(partial(_log_failure, url))
+    else:
         sending.result(_SEND_TIMEOUT)
+
+
+def _log_failure(url: str, sending: Future[None]) -> None:
+    if not sending.cancelled() and sending.exception() is not None:
+        logger.error("the run at %r was not cancelled: %r", url, sending.exception())
 
 
 def _follow(url: str, feed: RunFeed) -> None:
     """Read the records of a run until it ends, and tell the feed of each once."""
     try:
         new_records = _NewRecords(url)
-        is_over = _Watch(url).is_over
-        while True:
-            over = is_over()
-            new_records.read(feed)  # those of a run that is over are all there
-            if over:
-                feed.finish(_outcome(url))
-                return
+        watch = _Watch(url)
+        while not watch.sees_the_end(new_records, feed):
             time.sleep(_INTERVAL)
+        feed.finish(_outcome(url))
     except Exception as error:  # each store has errors of its own; who waits must not wait for ever
         feed.finish(error)
 
@@ -158,15 +169,33 @@ class _NewRecords:
 
 
 class _Watch:
-    """Finds out whether the process that trains a run is gone."""
+    """Finds out whether the process that trains a run is gone. Errors of the store are waited out
+    for a while: the run goes on meanwhile.
+    """
 
     def __init__(self, url: str, now: Callable[[], float] = time.monotonic) -> None:
         self._url = url
         self._now = now
         self._last: RunStart | None = None
         self._since = now()
+        self._read_at = now()
 
-    def is_over(self) -> bool:
+    def sees_the_end(self, records: _NewRecords, feed: RunFeed) -> bool:
+        """Look once, add new records to the feed, and return whether the run is over. Whatever the
+        store raises, once it has done so for two minutes.
+        """
+        try:
+            over = self._is_over()
+            records.read(feed)  # those of a run that is over are all there
+        except Exception as error:
+            if self._now() - self._read_at > _PATIENCE:
+                raise
+            logger.warning("%s cannot be read, and is tried again: %r", self._url, error)
+            return False
+        self._read_at = self._now()
+        return over
+
+    def _is_over(self) -> bool:
         """Return whether the newest start has ended, or gave no sign of life within twice its
         lease.
         """
@@ -183,8 +212,14 @@ def _outcome(url: str) -> Summary | Exception:
     """Return the summary of a run that has ended, or the error that it ended with."""
     try:
         summary = read_summary(url)
+        is_of_earlier_start = summary_is_older(url)
     except (FileNotFoundError, DataError) as error:
         return RunError(f"the process that trained {url!r} is gone, without a summary: {error}")
+    if is_of_earlier_start:
+        return RunError(
+            f"the newest start of the run at {url!r} ended before it had begun; the process that "
+            "started it has said why"
+        )
     if summary.status is Status.COMPLETE:
         return summary
     text = str(summary.error)

@@ -29,6 +29,7 @@ from siirl_storage import Conflict, join, open_fs, remove_file, write_atomic, wr
 from siirl_storage.files import list_files
 
 from siirl_dask.errors import ConfigError, Fenced, FolderGone, RunInProgress
+from siirl_dask.observe.summary import SUMMARY_FILE
 from siirl_dask.runs.holder import Holder
 
 logger = logging.getLogger("siirl_dask.runs")
@@ -301,6 +302,18 @@ def newest_start(url: str) -> RunStart | None:
         )
     except FileNotFoundError:
         return None
+
+
+def summary_is_older(url: str) -> bool:
+    """Return whether the summary of the run at ``url`` is of a start before the newest: written
+    before that one took the folder, by the clock of the store.
+    """
+    fs, folder = _folder(url)
+    newest = _newest(fs, folder)
+    if not newest:
+        return False
+    _, summary = open_fs(join(url, SUMMARY_FILE))
+    return bool(fs.modified(summary) < fs.modified(_record_path(folder, newest)))
 
 
 def take(url: str, lease: float, note: Callable[[str], None]) -> Attempt:

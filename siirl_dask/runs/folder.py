@@ -95,7 +95,6 @@ _MAY_CHANGE = {
     "rollout.weight_bucket",
     "rollout.weight_sync",
     "rollout.tensor_parallel_size",
-    "rollout.draft_tokens",
     "trainer.fsdp.tensor_parallel",
     "trainer.fsdp.gather_size",
     "trainer.max_skipped_steps",

@@ -74,6 +74,17 @@ def test_values_that_yaml_has_otherwise_become_its_own():
     assert config.storage == Config().storage
 
 
+def test_what_a_part_of_a_larger_config_holds_is_not_resolved_twice(monkeypatch):
+    monkeypatch.setenv("SECRET_OF_A_PROGRAM", "42")
+    whole = OmegaConf.create(
+        {
+            "text": "\\${oc.env:SECRET_OF_A_PROGRAM}",
+            "train": {"base": VALUES["base"], "model": {"path": "${text}"}},
+        }
+    )
+    assert load(whole.train).model.path.endswith("${oc.env:SECRET_OF_A_PROGRAM}")
+
+
 def test_resolvers_of_the_program_are_asked_once_the_overrides_are_in():
     OmegaConf.register_resolver("half", lambda number: number / 2, replace=True)
     config = load({**VALUES, "trainer": {"lr": "${half:${algorithm.kl_coefficient}}"}},

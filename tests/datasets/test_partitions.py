@@ -44,7 +44,9 @@ def test_a_bags_rows_may_lack_keys_and_keep_chat_messages():
     assert table.to_pylist() == [{**rows[0], "hint": None}, rows[1]]
 
 
-@pytest.mark.parametrize("partition", [[1], ["a"], {"prompt": ["a"]}, "rows", 5])
+@pytest.mark.parametrize(
+    "partition", [[1], ["a"], {"prompt": ["a"]}, "rows", 5, [{"prompt": "a", 1: "b"}]]
+)
 def test_what_is_no_table_is_said_and_not_written(partition, tmp_path):
     staged = stage_partition(partition, str(tmp_path / "t"), "prompt")
     assert staged.part is None

@@ -97,3 +97,10 @@ def test_a_failure_after_sigterm_ends_the_run_and_is_no_reason_to_try_again():
         lose_a_worker(after_sigterm=True)
     with pytest.raises(RunError), Preemption(60.0, print):
         lose_a_worker(after_sigterm=False)
+
+
+def test_a_caller_who_wants_the_run_to_end_gets_the_failure_of_what_was_under_way():
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(RunError), Preemption(60.0, print, stop):
+        lose_a_worker(after_sigterm=False)

@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from siirl_storage import open_table
 
 import siirl_dask
-from siirl_dask.errors import ConfigError, Interrupted
+from siirl_dask.errors import ConfigError, Interrupted, RunInProgress
+from siirl_dask.runs.attempt import take
 from siirl_dask.worker.process.fork_server import START_METHOD, prepare_processes
 from tests.clusters import IDLE, LOST
 
@@ -66,6 +67,11 @@ def test_a_run_of_a_bag_resumes_with_the_same_rows_and_refuses_others(
         composed.run.steps = 3
         with pytest.raises(ConfigError, match=r"has the rows of another collection.*digest is"):
             siirl_dask.run(composed, siirl_dask.grpo, client=client, data=bag_of(rows[1:]))
+        with take(str(tmp_path / "mine"), 2.0, print), pytest.raises(RunInProgress):
+            siirl_dask.run(
+                composed, siirl_dask.grpo, client=client, data=bag_of(rows[1:]), fresh=True
+            )
+        assert open_table(table.url).version == table.version, "a run that goes on has its rows"
         again = siirl_dask.run(composed, siirl_dask.grpo, client=client, data=bag_of(rows))
         assert (first.steps, again.steps) == (2, 3)
         assert open_table(table.url).version == table.version

@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import open_fs, remove_tree, write_atomic
 
 from siirl_dask.errors import ConfigError, Fenced, FolderGone, RunInProgress
-from siirl_dask.runs.attempt import newest_start, take
+from siirl_dask.runs.attempt import newest_start, summary_is_older, take
 from siirl_dask.runs.holder import Holder
 
 HOLD = """
@@ -105,6 +105,16 @@ def test_a_clean_end_frees_the_folder_at_once(url):
     waits = []
     assert take(url, 30.0, waits.append).number == 2
     assert waits == []
+
+
+def test_a_summary_of_an_earlier_start_is_told_from_that_of_the_newest(tmp_path):
+    url = str(tmp_path / "run")
+    with take(url, 30.0, print):
+        write_atomic(*open_fs(f"{url}/summary.json"), b"{}")
+        assert not summary_is_older(url)
+    os.utime(tmp_path / "run" / "summary.json", (1e9, 1e9))
+    with take(url, 30.0, print):
+        assert summary_is_older(url)
 
 
 def test_a_start_that_wrote_nothing_leaves_nothing(url):

@@ -57,8 +57,9 @@ def _container(source: ConfigObject, name: str) -> Any:
     """Return the object as plain data, interpolations unresolved unless it is part of another."""
     try:
         tree = _tree(source)
-        is_part = tree._get_parent() is not None
-        return OmegaConf.to_container(tree, resolve=is_part)
+        if tree._get_parent() is None:
+            return OmegaConf.to_container(tree, resolve=False)
+        return escaped(OmegaConf.to_container(tree, resolve=True))  # its values are final
     except OmegaConfBaseException as error:
         place = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{name}: {place}{first_line(error)}") from error

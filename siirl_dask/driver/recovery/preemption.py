@@ -40,6 +40,7 @@ class Preemption:
         self._saves = saves
         self._grace = grace
         self._note = note
+        self._is_signalled = False
         self._before: object = None
         self._timer: threading.Timer | None = None
 
@@ -61,13 +62,13 @@ class Preemption:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         """Raise Preempted for a failure after SIGTERM: the machine goes, so the run is not
-        launched again.
+        launched again. A caller who wants the run to end gets the failure itself.
         """
         if self._timer is not None:
             self._timer.cancel()
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]  # what getsignal gave
-        if self.requested and isinstance(error, SiirlError):
+        if self._is_signalled and isinstance(error, SiirlError):
             raise Preempted(f"; what was under way failed: {error}") from error
 
     def cut(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
@@ -98,6 +99,7 @@ class Preemption:
             if callable(self._before):
                 self._before(signum, frame)
             raise KeyboardInterrupt
+        self._is_signalled = True
         self._stop.set()
         self._note(
             f"SIGTERM: what is under way and a checkpoint have {self._grace:g} s (run.grace)"
