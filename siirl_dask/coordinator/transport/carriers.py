@@ -245,10 +245,10 @@ class NetworkCarrier(CommCarrier):
         network = self._network
         host = network.host
         failure = await self._listen_at(host)
-        if network.wildcard is not None and failure is not None:
-            if failure.errno == errno.EADDRNOTAVAIL:
-                host = network.wildcard
-                failure = await self._listen_at(host)
+        is_elsewhere = failure is not None and failure.errno == errno.EADDRNOTAVAIL
+        if is_elsewhere and network.wildcard is not None:
+            host = network.wildcard
+            failure = await self._listen_at(host)
         if failure is None:
             _, bound = self._listener.get_host_port()
             return int(bound)

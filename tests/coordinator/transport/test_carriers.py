@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from siirl_dask.comms import backends, wire
 from siirl_dask.comms.access import NetworkAccess
 from siirl_dask.comms.proofs import Side
-from siirl_dask.comms.sockets import Scheme
 from siirl_dask.comms.wire import Pieces
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.transport.carriers import HostCarrier, NetworkCarrier
@@ -24,9 +23,9 @@ from siirl_dask.coordinator.transport.peers import answers
 from siirl_dask.errors import ConfigError, PeerError
 from siirl_dask.testing.carriers import KEY, RUN, CarrierTests
 from tests.coordinator.transport.comm_carriers import (
+    HELLO,
     MALFORMED,
     MEMBERS,
-    HELLO,
     NAME_OF_B,
     SECRET,
     TCP,
