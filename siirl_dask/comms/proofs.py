@@ -1,4 +1,4 @@
-"""What each side of a connection shows in order to prove that it knows a secret.
+"""Proofs by which each side of a connection shows the other that it knows a secret.
 
 Both sides send a random nonce in Dask's handshake. A proof is the HMAC-SHA256 (RFC 2104) of the
 side and both nonces under the secret: it is good for one side of one connection, and shows nothing

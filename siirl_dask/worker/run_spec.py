@@ -57,7 +57,7 @@ class RunSpec:
     retry_seconds: float
     """Seconds for which an operation on a store is tried again."""
     secret: bytes = field(default_factory=new_secret, repr=False)
-    """What members prove to each other that they know, of this start of the run alone. It is
+    """Secret of this start of the run: members prove to each other that they know it. It is
     written to no file and no log."""
     device_memory: int | None = None
     """Bytes of each worker's accelerator; None: those that the workers find."""

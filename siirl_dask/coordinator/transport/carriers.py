@@ -245,18 +245,22 @@ class NetworkCarrier(CommCarrier):
         network = self._network
         host = network.host
         failure = await self._listen_at(host)
-        is_elsewhere = failure is not None and failure.errno == errno.EADDRNOTAVAIL
-        if is_elsewhere and network.wildcard is not None:
+        if failure is None:
+            return self._port()
+        if failure.errno == errno.EADDRNOTAVAIL and network.wildcard is not None:
             host = network.wildcard
             failure = await self._listen_at(host)
-        if failure is None:
-            _, bound = self._listener.get_host_port()
-            return int(bound)
+            if failure is None:
+                return self._port()
         raise ConfigError(
             f"cannot listen on {host} for the requests of other workers: {failure}; "
             "expected the address of an interface of this host (dask worker --host), and a free "
             "port for each worker (data.port)"
         ) from failure
+
+    def _port(self) -> int:
+        _, port = self._listener.get_host_port()
+        return int(port)
 
     async def _listen_at(self, host: str) -> OSError | None:
         """Listen at the first free port; return why that fails."""
