@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 from distributed.security import Security
 
+from siirl_dask.comms.access import NetworkAccess
 from siirl_dask.comms.sockets import Scheme
 from siirl_dask.comms.wire import Frame, Pieces
 from siirl_dask.coordinator.databuffer.arena import Arena, Bytes
@@ -31,7 +32,6 @@ from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.carriers import (
     CommCarrier,
     HostCarrier,
-    NetworkAccess,
     NetworkCarrier,
 )
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request, TransitionKey
@@ -43,6 +43,7 @@ _MESSAGE = 2**24  # bytes of rows in a message
 _IN_FLIGHT = 16
 _REQUESTS = 1000
 _MEMBERS = {"source": "tcp://127.0.0.1:1", "target": "tcp://127.0.0.1:2"}
+_SECRET = b"the same in both processes"
 _KEY = TransitionKey("benchmark", 0, "train/a->b")
 
 
@@ -76,7 +77,7 @@ class Rows:
 
 def carrier(scheme: Scheme, name: str, handler: Handler, security: Security) -> CommCarrier:
     if scheme is Scheme.UNIX:
-        return HostCarrier("benchmark", name, _MEMBERS, handler, timeout=10)
+        return HostCarrier("benchmark", name, _MEMBERS, handler, timeout=10, secret=_SECRET)
     listens_with = {}
     connects_with = {}
     if scheme is Scheme.TLS:
@@ -85,7 +86,7 @@ def carrier(scheme: Scheme, name: str, handler: Handler, security: Security) -> 
     access = NetworkAccess(
         scheme=scheme, host="127.0.0.1", listens_with=listens_with, connects_with=connects_with
     )
-    return NetworkCarrier("benchmark", _MEMBERS, handler, access, timeout=10)
+    return NetworkCarrier("benchmark", _MEMBERS, handler, access, timeout=10, secret=_SECRET)
 
 
 async def serve(scheme: Scheme, rows: Rows, pipe: Connection, security: Security) -> None:

@@ -25,6 +25,7 @@ from distributed.comm.addressing import get_address_host
 
 from dask_cluster import DaskCluster, wait_for
 from method import PATIENCE
+from siirl_dask.comms.proofs import new_secret
 from siirl_dask.config import TransportMode
 from siirl_dask.planner import Edge, Iteration, Rows
 from siirl_dask.schema import GROUP_ID, ROW_ID, TOKENS
@@ -88,6 +89,7 @@ class Plane(WorkerPlugin):
         self._run = run
         self._work = work
         self._members = dict(members)
+        self._secret = new_secret()
         self._transport = transport
 
     async def setup(self, worker: Worker) -> None:
@@ -104,7 +106,9 @@ class Plane(WorkerPlugin):
         hosts = {name: get_address_host(address) for name, address in self._members.items()}
         if self._worker_name not in hosts:
             return
-        self._plane = DataPlane(worker, self._run, self._members, edges, settings, hosts)
+        self._plane = DataPlane(
+            worker, self._run, self._members, edges, settings, hosts, secret=self._secret
+        )
         await self._plane.start()
         self.port = self._plane.port
         self._server = await asyncio.start_server(self._serve, hosts[self._worker_name])

@@ -7,7 +7,8 @@ They are backends of ``distributed.comm``, under the names above, so Dask's ``co
   neither, and every size is bounded before memory is taken for it;
 * frames are sent from where they lie and received into their places (``RowsComm.send`` and
   ``RowsComm.receive``), without a copy in this process;
-* a listener gives a connection seconds to say who it is.
+* a listener gives a connection seconds to say who it is, and to prove that it knows a secret where
+  the listener has one (``RowsComm.authenticate``).
 
 A whole cluster cannot speak them: Dask's control messages are pickles.
 """

@@ -19,7 +19,6 @@ from distributed.comm.addressing import get_local_address_for, parse_host_port, 
 from distributed.comm.core import (
     BaseListener,
     Comm,
-    CommClosedError,
     Connector,
     FatalCommClosedError,
 )
@@ -27,6 +26,7 @@ from distributed.comm.registry import Backend
 from distributed.comm.utils import ensure_concrete_host
 
 from siirl_dask.comms.byte_stream import ByteStream
+from siirl_dask.comms.proofs import Side
 from siirl_dask.comms.rows_comm import RowsComm
 from siirl_dask.comms.sockets import (
     Scheme,
@@ -81,8 +81,9 @@ class RowsConnector(Connector):
 class RowsListener(BaseListener):
     """Listens at one location, and hands over each connection after its handshake.
 
-    ``handshake_overrides`` is sent to whoever connects. A connection that says nothing for 10
-    seconds is closed.
+    ``handshake_overrides`` is sent to whoever connects. With a ``secret`` each connection must
+    prove that it knows it, as ``RowsComm.authenticate`` does, and this side proves it then. A
+    connection that has not done so within 10 seconds is closed.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class RowsListener(BaseListener):
         default_host: str | None = None,
         default_port: int = 0,
         handshake_overrides: Mapping[str, Any] | None = None,
+        secret: bytes | None = None,
         **connection_args: Any,
     ) -> None:
         super().__init__()
@@ -107,10 +109,11 @@ class RowsListener(BaseListener):
         self._default_host = default_host
         self._default_port = default_port
         self._overrides = dict(handshake_overrides) if handshake_overrides is not None else {}
+        self._secret = secret
         self._context = _tls_context(scheme, connection_args)
         self._sock: socket.socket | None = None
         self._bound = ("", 0)
-        self._handshakes = 0
+        self._handshakes: dict[asyncio.Task[None], socket.socket] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -138,11 +141,15 @@ class RowsListener(BaseListener):
         asyncio.get_running_loop().add_reader(sock.fileno(), self._accept)
 
     def stop(self) -> None:
-        """Accept no more connections. Those that are established stay."""
+        """Accept no more connections, and close those whose handshake is under way. Those that are
+        established stay.
+        """
         if self._sock is not None:
             asyncio.get_running_loop().remove_reader(self._sock.fileno())
             self._sock.close()
             self._sock = None
+        for task in self._handshakes:
+            task.cancel()
 
     @property
     def listen_address(self) -> str:
@@ -179,11 +186,13 @@ class RowsListener(BaseListener):
                 loop.remove_reader(self._sock.fileno())
                 loop.call_later(_PAUSE, self._accept_again)
                 return
-            if self._handshakes >= _MAX_HANDSHAKES:
+            if len(self._handshakes) >= _MAX_HANDSHAKES:
                 sock.close()
                 continue
             task = asyncio.create_task(self._serve(sock, place))
+            self._handshakes[task] = sock
             self._tasks.add(task)  # the loop itself keeps no reference to a task
+            task.add_done_callback(self._close_unless_established)
             task.add_done_callback(self._tasks.discard)
 
     def _accept_again(self) -> None:
@@ -191,15 +200,14 @@ class RowsListener(BaseListener):
             asyncio.get_running_loop().add_reader(self._sock.fileno(), self._accept)
 
     async def _serve(self, sock: socket.socket, place: Any) -> None:
-        self._handshakes += 1
         try:
             comm = await _within_limit(self._greet(sock, place))
-        except (OSError, CommClosedError) as error:
+        except OSError as error:
             logger.debug("a connection ended before its handshake: %s", error)
-            sock.close()
             return
-        finally:
-            self._handshakes -= 1
+        task = asyncio.current_task()
+        assert task is not None
+        del self._handshakes[task]
         if self._sock is None:  # stopped meanwhile
             comm.abort()
             return
@@ -210,6 +218,11 @@ class RowsListener(BaseListener):
         except Exception:
             logger.exception("the handler of a connection from %s failed", comm.peer_address)
             comm.abort()
+
+    def _close_unless_established(self, task: asyncio.Task[None]) -> None:
+        sock = self._handshakes.pop(task, None)
+        if sock is not None:
+            sock.close()
 
     async def _greet(self, sock: socket.socket, place: Any) -> RowsComm:
         """Return the comm of a connection once both sides have said who they are. OSError where
@@ -229,6 +242,8 @@ class RowsListener(BaseListener):
         comm.allow_offload = self._allow_offload
         try:
             await self.on_connection(comm, self._overrides)
+            if self._secret is not None:
+                await comm.authenticate(self._secret, Side.ANSWERS)
         except BaseException:
             comm.abort()
             raise
@@ -329,7 +344,9 @@ def _tls_context(scheme: Scheme, connection_args: Mapping[str, Any]) -> ssl.SSLC
 
 
 async def _within_limit(work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of ``work``; TimeoutError, and it is cancelled, when that takes too long."""
+    """Return the result of ``work``; TimeoutError when that takes too long. It has ended then, and
+    when this is cancelled: it watches its socket, whose number another may get once it is closed.
+    """
     task = asyncio.create_task(work)
     try:
         for seconds in (_HANDSHAKE_SECONDS, _GRACE):
@@ -337,5 +354,7 @@ async def _within_limit(work: Coroutine[Any, Any, _T]) -> _T:
             if task.done():
                 return task.result()
     finally:
-        task.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
     raise TimeoutError("no handshake came in time")

@@ -11,14 +11,14 @@ import asyncio
 import socket
 import ssl
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
 
 _MOST_VIEWS = 1024  # of a call: UIO_MAXIOV of Linux
 _BUFFER = 2**13  # bytes that are received before anybody reads: heads, and short messages
 _TURN = 2**22  # bytes that one connection may move before others have their turn
-_LARGEST_PIECE = 2**30  # bytes: TLS takes no 2 GiB at once
+_LARGEST_PIECE = 2**30  # bytes: TLS receives no 2 GiB at once
 _LOW_WATER = 2**18  # bytes of a long message that are worth a wake-up
 _RETRY = 0.001  # seconds until a call of TLS is repeated that waits for the other direction
 _WOULD_BLOCK = (BlockingIOError, InterruptedError)
@@ -60,6 +60,7 @@ class ByteStream:
         """Whether the peer has sent its last byte."""
         self._unsent: deque[memoryview] = deque()
         self._written: asyncio.Future[None] | None = None
+        self._on_end: Callable[[], None] | None = None
         self._watch()
 
     @property
@@ -125,6 +126,15 @@ class ByteStream:
             await self._fill(sum(place.nbytes for place in remaining))
         self._watch()
 
+    def notify_at_end(self, on_end: Callable[[], None] | None) -> None:
+        """Call ``on_end`` once, when the peer has sent its last byte or the stream is closed, or
+        at once where that has happened; None: call nothing any more. While no read is pending, and
+        as long as the peer sends no more than the buffer holds, its end is noticed.
+        """
+        self._on_end = on_end
+        if self._ended or self.error is not None:
+            self._notify_end()
+
     def close(self, error: Exception | None = None) -> None:
         """Close the socket at once. A read or a write that is pending raises ConnectionError."""
         if self.error is not None:
@@ -140,6 +150,13 @@ class ByteStream:
         for pending in (self._read, self._written):
             if pending is not None and not pending.done():
                 pending.set_exception(ConnectionError(str(self.error)))
+        self._notify_end()
+
+    def _notify_end(self) -> None:
+        on_end = self._on_end
+        self._on_end = None
+        if on_end is not None:
+            on_end()
 
     def _check_open(self) -> None:
         if self.error is not None:
@@ -219,6 +236,7 @@ class ByteStream:
         if not count:
             self._ended = True
             self._unwatch()
+            self._notify_end()
 
     def _make_room(self) -> None:
         """Move the bytes in the buffer that nobody has read to its start."""
@@ -269,7 +287,8 @@ class ByteStream:
 
     def _send_some(self) -> int:
         if self._is_tls:
-            return self.socket.send(self._unsent[0][:_LARGEST_PIECE])
+            # it encrypts all of what it takes at once: the kernel's buffer does not end the turn
+            return self.socket.send(self._unsent[0][:_TURN])
         return self.socket.sendmsg(list(islice(self._unsent, _MOST_VIEWS)))
 
     def _send_again(self) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import hmac
 import logging
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from distributed.comm.core import Comm, CommClosedError
+from distributed.comm.core import Comm, CommClosedError, FatalCommClosedError
 
 from siirl_dask.comms import wire
 from siirl_dask.comms.byte_stream import ByteStream
+from siirl_dask.comms.proofs import NONCE_BYTES, Side, new_nonce, proof_of
 from siirl_dask.comms.sockets import Scheme, peer_process
 from siirl_dask.comms.wire import Frame, Message, MessageBounds, Pieces
 from siirl_dask.errors import PeerError
@@ -21,6 +25,8 @@ logger = logging.getLogger("siirl_dask.comms")
 _SMALL = 2**15  # bytes: frames up to this together are read as one
 _ONE_RECORD = 2**17  # bytes: messages up to this go to TLS as one buffer
 _WIRE = "siirl_dask.wire"  # of the handshake: the version of the format
+_NONCE = "siirl_dask.nonce"  # of the handshake: what the proofs of this connection are made of
+_REFUSED = "refused"  # in the place of a proof
 
 Places = Callable[[object, Sequence[int]], Sequence[Pieces | None]]
 """Returns where frames go that are about to arrive, from the message's head and their sizes in
@@ -121,6 +127,54 @@ class RowsComm(Comm):
         await self._stream.read_into(views)
         return wire.read_message(prelude, top, frames)
 
+    async def authenticate(self, secret: bytes, side: Side) -> None:
+        """Prove to the peer that this side knows ``secret``, and have the peer prove it, right
+        after Dask's handshake. CommClosedError where the connection ends meanwhile,
+        FatalCommClosedError where the peer has another secret.
+        """
+        nonces = {side: self.local_info[_NONCE], side.other: self.remote_info[_NONCE]}
+        proofs = {
+            each: proof_of(secret, each, nonces[Side.ASKS], nonces[Side.ANSWERS]) for each in Side
+        }
+        if side is Side.ASKS:
+            await self.send(proofs[side], number=wire.GREETING)
+        try:
+            message = await self.receive(wire.PROOF)
+        except PeerError as error:
+            raise self._refused(error) from error
+        proof = message.head
+        if not isinstance(proof, bytes) or not hmac.compare_digest(proof, proofs[side.other]):
+            if side is Side.ANSWERS:
+                with suppress(CommClosedError):
+                    await self.send(_REFUSED, number=wire.GREETING)
+            raise self._refused(PeerError("it is no connection of this run"))
+        if side is Side.ANSWERS:
+            await self.send(proofs[side], number=wire.GREETING)
+
+    @asynccontextmanager
+    async def while_open(self) -> AsyncIterator[None]:
+        """Cancel what is inside when the peer closes the connection, or this side does, and raise
+        CommClosedError then.
+        """
+        loop = asyncio.get_running_loop()
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._stream.notify_at_end(lambda: limit.reschedule(loop.time()))
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise CommClosedError(f"{self._peer_addr}: the peer has closed it") from error
+        finally:
+            self._stream.notify_at_end(None)
+
+    def _refused(self, error: PeerError) -> FatalCommClosedError:
+        """Close the connection of a peer that no further attempt can cure, and return the error."""
+        self.abort()
+        logger.warning("closed a connection from %s: %s", self._peer_addr, error)
+        return FatalCommClosedError(f"{self._peer_addr}: {error}")
+
     # What Dask calls.
 
     async def write(self, msg: Any, serializers: Any = None, on_error: Any = None) -> int:
@@ -135,9 +189,7 @@ class RowsComm(Comm):
             if not self.remote_info:
                 _check_handshake(message.head)
         except PeerError as error:
-            self.abort()
-            logger.warning("closed a connection from %s: %s", self._peer_addr, error)
-            raise CommClosedError(f"{self._peer_addr}: {error}") from error
+            raise self._refused(error) from error
         return message.head
 
     async def close(self) -> None:
@@ -150,7 +202,7 @@ class RowsComm(Comm):
         return self._stream.closed
 
     def handshake_info(self) -> dict[str, Any]:
-        return {_WIRE: wire.VERSION}
+        return {_WIRE: wire.VERSION, _NONCE: new_nonce()}
 
     @staticmethod
     def handshake_configuration(local: dict[str, Any], remote: dict[str, Any]) -> dict[str, Any]:
@@ -193,3 +245,6 @@ def _check_handshake(info: object) -> None:
     """Raise PeerError unless the peer speaks this version of the format."""
     if not isinstance(info, dict) or info.get(_WIRE) != wire.VERSION:
         raise PeerError(f"received no handshake of version {wire.VERSION} of the format of rows")
+    nonce = info.get(_NONCE)
+    if not isinstance(nonce, bytes) or len(nonce) != NONCE_BYTES:
+        raise PeerError(f"received a handshake without {NONCE_BYTES} bytes of {_NONCE}")

@@ -17,7 +17,7 @@ from dask.utils import parse_timedelta
 from distributed.comm.addressing import parse_host_port, unparse_host_port
 from distributed.comm.core import FatalCommClosedError
 
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of struct ucred (unix(7))
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid of struct ucred (unix(7))
 _PROBES = 10  # that a peer's host leaves unanswered until a connection counts as lost
 
 
@@ -127,7 +127,7 @@ def peer_process(sock: socket.socket) -> PeerProcess:
 def check_user(sock: socket.socket) -> None:
     """Raise PermissionError where a Unix socket leads to a process of another user."""
     peer = peer_process(sock)
-    if peer.uid != os.getuid():
+    if peer.uid != os.geteuid():
         raise PermissionError(f"process {peer.pid} of user {peer.uid} was refused")
 
 

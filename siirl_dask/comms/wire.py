@@ -20,7 +20,7 @@ import msgpack
 
 from siirl_dask.errors import PeerError
 
-VERSION = 2
+VERSION = 3
 """Version of the format. Both sides of a connection name theirs first."""
 Frame = memoryview | bytes
 PRELUDE = struct.Struct("<IIQ")
@@ -70,9 +70,11 @@ class MessageBounds:
 
 
 REQUEST = MessageBounds(MAX_REQUEST_HEAD, MAX_REQUEST_FRAMES)
-GREETING = int.from_bytes(b"siirl\0\0\2", "little")
-"""Number of the first message each way: who speaks anything else is known by 16 bytes."""
+GREETING = int.from_bytes(b"siirl\0\0\3", "little")
+"""Number of the first messages each way: who speaks anything else is known by 16 bytes."""
 HANDSHAKE = MessageBounds(2**12, 0, GREETING)
+PROOF = MessageBounds(2**7, 0, GREETING)
+"""The second message each way, where a connection has a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,18 +174,27 @@ def split(body: memoryview, sizes: Sequence[int]) -> list[memoryview]:
 def read_message(
     prelude: Prelude, top: bytes | bytearray, frames: Sequence[Frame | Pieces]
 ) -> Message:
-    """Return the message that ``pack`` packed. PeerError when its head is no plain data."""
+    """Return the message that ``pack`` packed. PeerError when its head is no plain data, or does
+    not refer to each frame beyond the message's own once.
+    """
+    used: set[int] = set()
 
-    def frame(kind: int, index: bytes) -> bytes:
-        if kind != _FRAME or len(index) != _INDEX.size:
+    def frame(kind: int, packed_index: bytes) -> bytes:
+        if kind != _FRAME or len(packed_index) != _INDEX.size:
             raise PeerError(f"received a value of extension type {kind}: expected plain data")
-        return bytes(frames[_INDEX.unpack(index)[0]])
+        index = _INDEX.unpack(packed_index)[0]
+        if index in used:  # each reference takes memory for a copy
+            raise PeerError(f"received two values that are frame {index}: expected one")
+        used.add(index)
+        return bytes(frames[index])
 
     packed = memoryview(top)[_SIZE * prelude.frames :]
     try:
         own, head = msgpack.unpackb(packed, strict_map_key=False, ext_hook=frame)
         if not isinstance(own, int) or not 0 <= own <= len(frames):
             raise ValueError(f"{own!r} frames of {len(frames)}")
+        if used != set(range(own, len(frames))):
+            raise ValueError(f"values in {len(used)} frames: expected frames {own} and after")
         _check_plain(head)
     except (
         ValueError,

@@ -17,6 +17,7 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import ClassVar
 
 import pytest
 
@@ -33,6 +34,9 @@ Die = Callable[[], Awaitable[None]]
 
 class CarrierTests:
     """Tests that every carrier must pass."""
+
+    receives_into_places: ClassVar[bool] = True
+    """Whether frames of a reply are received into the places of the request, if it has some."""
 
     @abstractmethod
     def joined(self, handler: Handler) -> AbstractAsyncContextManager[tuple[Carrier, Die]]:
@@ -99,6 +103,7 @@ class CarrierTests:
         assert reply.header == {"n": 1}
         assert reply.nbytes == len(whole) + 5
         assert [bytes(frame) for frame in reply.frames] == [b"other", whole]
+        assert bool(asked) == self.receives_into_places
         if asked:
             assert asked == [({"n": 1}, [5, len(whole)])]
             assert b"".join(target[start : start + 500] for start in starts) == whole
@@ -224,6 +229,29 @@ class CarrierTests:
                     await asyncio.wait_for(
                         carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY)), 20
                     )
+
+        asyncio.run(work())
+
+    def test_a_request_that_is_given_up_ends_its_handler(self) -> None:
+        """It would hold its connection, and its place among those that the peer answers."""
+
+        async def work() -> None:
+            began = asyncio.Event()
+            ended = asyncio.Event()
+
+            async def handler(request: Request) -> Reply:
+                began.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.set()
+                return Reply()
+
+            async with self.joined(handler) as (carrier, _):
+                asking = asyncio.create_task(carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY)))
+                await began.wait()
+                asking.cancel()
+                await asyncio.wait_for(ended.wait(), 20)
 
         asyncio.run(work())
 

@@ -152,6 +152,7 @@ class DAGWorker(WorkerPlugin):
             settings=self.spec.data,
             hosts=plans[self.spec.builds_from].hosts,
             trace=self.progress.trace,
+            secret=self.spec.secret,
         )
         self._stealing = StealService(
             self.spec.run, self._plane.transport, ExpectedWork(self._plane.window, nodes)

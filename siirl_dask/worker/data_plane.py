@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 from distributed.comm.addressing import get_address_host
 
+from siirl_dask.comms.access import NetworkAccess
 from siirl_dask.config import Config, TransportMode, WeightSync, parse_bytes, parse_ports
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.coordinator.databuffer.slots import Window
-from siirl_dask.coordinator.transport.carriers import HostCarrier, NetworkAccess, NetworkCarrier
+from siirl_dask.coordinator.transport.carriers import HostCarrier, NetworkCarrier
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.coordinator.transport.peers import Carrier, PeerTransport
 from siirl_dask.errors import ConfigError, PeerError
@@ -103,7 +104,10 @@ class DataPlane:
         settings: DataSettings,
         hosts: Hosts | None = None,
         trace: Recorder | None = None,
+        *,
+        secret: bytes,
     ) -> None:
+        """``secret`` is the run's: who does not know it is no member."""
         self.port = 0
         """Port of this worker's listener, once it has started."""
         self.window = Window(settings.ahead)
@@ -113,11 +117,13 @@ class DataPlane:
         self._trace = Recorder(enabled=False) if trace is None else trace
         network = NetworkAccess.of(worker, settings.ports)
         timeout = settings.peer_timeout
-        self._network = NetworkCarrier(run, members, self._answer, network, timeout)
+        self._network = NetworkCarrier(run, members, self._answer, network, timeout, secret=secret)
         self._on_host: HostCarrier | None = None
         carriers: list[Carrier] = [self._network]
         if settings.transport is not TransportMode.dask:
-            self._on_host = HostCarrier(run, str(worker.name), members, self._answer, timeout)
+            self._on_host = HostCarrier(
+                run, str(worker.name), members, self._answer, timeout, secret=secret
+            )
             carriers.insert(0, self._on_host)
         self.transport = PeerTransport(run, members, carriers, settings.peer_timeout)
         self.databuffer = Databuffer(

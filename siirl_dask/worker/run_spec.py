@@ -15,6 +15,7 @@ from types import MappingProxyType, ModuleType
 import cloudpickle
 from siirl_storage.files import absolute
 
+from siirl_dask.comms.proofs import new_secret
 from siirl_dask.config import (
     Affinity,
     Config,
@@ -55,6 +56,9 @@ class RunSpec:
     data: DataSettings
     retry_seconds: float
     """Seconds for which an operation on a store is tried again."""
+    secret: bytes = field(default_factory=new_secret, repr=False)
+    """Secret of this start of the run: members prove to each other that they know it. It is
+    written to no file and no log."""
     device_memory: int | None = None
     """Bytes of each worker's accelerator; None: those that the workers find."""
     cpu: bool = False

@@ -1,14 +1,15 @@
 """The comms by which rows travel, as Dask uses comms, and what they refuse."""
 
 import asyncio
-import importlib
 import os
 import socket
+import ssl
 import tomllib
 from pathlib import Path
 
 import pytest
 from distributed import rpc
+from distributed.comm import registry
 from distributed.comm.core import CommClosedError, connect, listen
 from distributed.comm.registry import Backend, get_backend
 from distributed.core import ConnectionPool, Server
@@ -159,6 +160,7 @@ def test_a_stranger_that_says_nothing_is_closed_and_one_that_says_too_much(monke
         b"".join(wire.pack(0, {"siirl_dask.wire": wire.VERSION})),
         b"".join(wire.pack(wire.GREETING, [1])),
         b"".join(wire.pack(wire.GREETING, {"siirl_dask.wire": 1})),
+        b"".join(wire.pack(wire.GREETING, {"siirl_dask.wire": wire.VERSION})),
     ]
     handled = []
 
@@ -260,12 +262,65 @@ def test_a_listener_that_has_stopped_takes_nobody():
     asyncio.run(work())
 
 
-def test_the_wheel_names_the_backends_where_dask_looks_for_them():
+def test_the_wheel_names_the_backends_where_dask_looks_for_them(tmp_path, monkeypatch):
+    """Nothing is registered: Dask finds them by the metadata of an installed package alone."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = project["entry-points"]["distributed.comm.backends"]
     assert sorted(named) == sorted(str(scheme) for scheme in Scheme)
-    for scheme, target in named.items():
-        module, _, name = target.partition(":")
-        backend = getattr(importlib.import_module(module), name)()
+    metadata = tmp_path / "siirl_dask-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: siirl_dask\nVersion: 1\n")
+    lines = [f"{scheme} = {target}" for scheme, target in named.items()]
+    (metadata / "entry_points.txt").write_text(
+        "\n".join(["[distributed.comm.backends]", *lines]) + "\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for scheme in named:
+        monkeypatch.delitem(registry.backends, scheme)
+        backend = get_backend(scheme)
         assert isinstance(backend, Backend)
-        assert type(get_backend(scheme)) is type(backend)
+        assert backend.scheme == scheme
+
+
+def test_a_handshake_that_took_too_long_has_ended_before_its_socket_is_closed(monkeypatch):
+    """It watches the socket's number, which the next connection may get."""
+    monkeypatch.setattr(backends, "_HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr(backends, "_GRACE", 0.05)
+
+    async def work():
+        ended = asyncio.Event()
+
+        async def greet():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        with pytest.raises(TimeoutError):
+            await backends._within_limit(greet())
+        return ended.is_set()
+
+    assert asyncio.run(work())
+
+
+def test_a_long_message_over_tls_lets_others_have_their_turn(monkeypatch):
+    """A call encrypts all that it is passed, and nothing else happens in this process meanwhile."""
+    passed = []
+    send = ssl.SSLSocket.send
+
+    def recording(sock, data):
+        passed.append(memoryview(data).nbytes)
+        return send(sock, data)
+
+    async def read(comm):
+        await comm.receive(wire.MessageBounds(2**10, 2**25))
+
+    async def work():
+        monkeypatch.setattr(ssl.SSLSocket, "send", recording)
+        async with listen(place(Scheme.TLS), read, **listens_with(Scheme.TLS)) as listener:
+            comm = await connect(listener.contact_address, **connects_with(Scheme.TLS))
+            await comm.send(None, [bytearray(2**24)])
+            comm.abort()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert max(passed) <= 2**22

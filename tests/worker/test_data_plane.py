@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 from distributed import Client, WorkerPlugin, get_worker, wait
 
+from siirl_dask.comms.proofs import new_secret
 from siirl_dask.config import TransportMode
 from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.errors import PeerError
@@ -57,11 +58,14 @@ class Plane(WorkerPlugin):
     def __init__(self, members, edges, settings):
         self.name = f"plane-{uuid.uuid4().hex}"
         self.members, self.edges, self.settings = members, edges, settings
+        self.secret = new_secret()
 
     async def setup(self, worker):
         self.loop = asyncio.get_running_loop()
         keyed = {f"train/{edge.name}": edge for edge in self.edges}
-        self.plane = DataPlane(worker, self.name, self.members, keyed, self.settings)
+        self.plane = DataPlane(
+            worker, self.name, self.members, keyed, self.settings, secret=self.secret
+        )
         await self.plane.start()
 
     async def teardown(self, worker):

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 
 from siirl_dask.coordinator.dataloader import Source
 from siirl_dask.planner import DAG, Node, Phase, Plan, Role, compile_chains
-from siirl_dask.worker.run_spec import deserialize_phases, serialize_phases
+from siirl_dask.worker.data_plane import DataSettings
+from siirl_dask.worker.run_spec import RunSpec, deserialize_phases, serialize_phases
 from tests.planner.random_dags import QUICKLY, SOURCE, build, plans, same_rows
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,28 @@ def test_a_worker_plans_what_the_driver_planned(plan):
     for made, source in back.values():
         assert source == DATA
         assert not differing(made, plan)
+
+
+def test_each_start_of_a_run_has_a_secret_of_its_own_that_is_carried_and_not_shown():
+    first, second = (
+        RunSpec(
+            run="r",
+            url="",
+            seed=0,
+            members={},
+            phases=b"",
+            builds_from=Phase.TRAIN,
+            threads=1,
+            data=DataSettings(),
+            retry_seconds=0,
+        )
+        for _ in range(2)
+    )
+    assert len(first.secret) >= 16
+    assert first.secret != second.secret
+    assert pickle.loads(pickle.dumps(first)).secret == first.secret
+    assert "secret" not in repr(first)
+    assert repr(first.secret) not in repr(first)
 
 
 def test_a_process_that_hashes_otherwise_plans_the_same():

@@ -1,10 +1,10 @@
 """Carries requests between workers over comms of Dask: ``rows+unix`` within a host, ``rows+tcp`` or
 ``rows+tls`` between hosts (``siirl_dask.comms``).
 
-Neither the scheduler nor the client sees any of it. Both sides of a connection name a digest of
-their run in Dask's handshake, and close it where the run is another. A connection carries one
-request at a time, and there are as many as requests are under way: the kernel's buffers limit one
-over the round trip, several fill the link.
+Neither the scheduler nor the client sees any of it. Both sides of a connection prove that they know
+the secret of their run, the one who asks first, and close it where the run is another. A connection
+carries one request at a time, and there are as many as requests are under way: the kernel's buffers
+limit one over the round trip, several fill the link.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import asyncio
 import errno
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -26,47 +25,32 @@ from distributed.comm.addressing import (
     unparse_address,
     unparse_host_port,
 )
-from distributed.comm.core import CommClosedError, connect, listen
+from distributed.comm.core import CommClosedError, FatalCommClosedError, connect, listen
 
 from siirl_dask.comms import wire
+from siirl_dask.comms.access import NetworkAccess
 from siirl_dask.comms.backends import register
+from siirl_dask.comms.proofs import Side
 from siirl_dask.comms.rows_comm import RowsComm
 from siirl_dask.comms.sockets import Scheme, open_socket, peer_process
 from siirl_dask.coordinator.host import shared_memory_domain
-from siirl_dask.coordinator.transport.messages import Handler, Reply, Request, answer_to
+from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request, answer_to
 from siirl_dask.errors import Aborted, ConfigError, PeerError
 
 if TYPE_CHECKING:
-    from distributed import Worker
     from distributed.comm.core import Comm
 
 logger = logging.getLogger("siirl_dask.coordinator")
-_RUN = "siirl_dask.run"  # of the handshake: the digest of the run
 _PAUSE = 0.1  # seconds between two attempts
 _LOOKS = 4  # attempts to reach the listener of a peer that answers nothing
 _MAX_IDLE = 512  # connections held for the next requests
-_PER_MEMBER = 64  # connections that each member may have here
-_ANY_PORT = (0,)
-_SCHEMES = {
-    "tcp": Scheme.TCP,
-    "tls": Scheme.TLS,
-    # comms without byte streams carry Dask's messages, and rows go over tcp next to them
-    "ucx": Scheme.TCP,
-    "ucxx": Scheme.TCP,
-}
+_PER_MEMBER = 64  # connections that are answered here, for each member: all may be one member's
 _STOPPED = (
     psutil.STATUS_STOPPED,
     psutil.STATUS_TRACING_STOP,
     psutil.STATUS_ZOMBIE,
     psutil.STATUS_DEAD,
 )
-
-
-def digest_of(run: str, side: str) -> str:
-    """Return what one side of a connection, ``asks`` or ``answers``, names in the handshake. Who
-    has heard one side cannot take its part.
-    """
-    return sha256(f"{side} {run}".encode()).hexdigest()
 
 
 def socket_name(run: str, worker: str, address: str) -> str:
@@ -76,47 +60,11 @@ def socket_name(run: str, worker: str, address: str) -> str:
     return "siirl-" + sha256(f"{run} {worker} {address}".encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkAccess:
-    """How a worker is reached between hosts, and reaches others."""
-
-    scheme: Scheme
-    host: str
-    """Host of the interface that it listens on."""
-    ports: Iterable[int] = _ANY_PORT
-    """Ports to try in turn; 0: any free one."""
-    listens_with: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of ``listen``: the certificates of the cluster."""
-    connects_with: Mapping[str, Any] = field(default_factory=dict)
-
-    @staticmethod
-    def of(worker: Worker, ports: Iterable[int] = _ANY_PORT) -> NetworkAccess:
-        """Return the network of a Dask worker: the interface that its own listener is bound to,
-        which may be another than the address that others contact it at, and its certificates.
-        ConfigError for a cluster whose comms have no hosts.
-        """
-        scheme, _ = parse_address(worker.address)
-        if scheme not in _SCHEMES:
-            raise ConfigError(
-                f"worker {worker.name!r} is at {worker.address}: rows travel between hosts, which "
-                f"{scheme}:// does not know; start the cluster with protocol tcp, tls or ucx"
-            )
-        chosen = _SCHEMES[scheme]
-        if worker.security.require_encryption:
-            chosen = Scheme.TLS
-        return NetworkAccess(
-            scheme=chosen,
-            host=get_address_host(worker.listen_address),
-            ports=ports,
-            listens_with=worker.security.get_listen_args("worker"),
-            connects_with=worker.connection_args,
-        )
-
-
 class CommCarrier(ABC):
     """Carries requests to the members of a run, and answers theirs. Belongs to the event loop.
 
-    ``timeout`` is the seconds that a connection may take to open; ``members`` their number.
+    ``secret`` is the run's, ``timeout`` the seconds that a connection may take to open, ``members``
+    their number.
     """
 
     def __init__(
@@ -126,9 +74,12 @@ class CommCarrier(ABC):
         members: int,
         timeout: float,
         connects_with: Mapping[str, Any],
+        *,
+        secret: bytes,
     ) -> None:
         register()
         self._run = run
+        self._secret = secret
         self._handler = handler
         self._max_served = _PER_MEMBER * members
         self._timeout = timeout
@@ -137,6 +88,7 @@ class CommCarrier(ABC):
         self._open: set[RowsComm] = set()
         self._served: set[Comm] = set()
         self._listener: Any = None
+        self._closed = False
 
     @abstractmethod
     def address_of(self, worker: str) -> str:
@@ -163,6 +115,7 @@ class CommCarrier(ABC):
         return Reply.of(message)
 
     async def close(self) -> None:
+        self._closed = True
         if self._listener is not None:
             self._listener.stop()
             self._listener.abort_handshaking_comms()
@@ -171,12 +124,7 @@ class CommCarrier(ABC):
 
     async def _listen(self, address: str, listens_with: Mapping[str, Any]) -> None:
         """Answer the requests that come to ``address``. OSError where that cannot be."""
-        listener = listen(
-            address,
-            self._serve,
-            handshake_overrides={_RUN: digest_of(self._run, "answers")},
-            **listens_with,
-        )
+        listener = listen(address, self._serve, secret=self._secret, **listens_with)
         await listener.start()
         self._listener = listener
 
@@ -184,22 +132,43 @@ class CommCarrier(ABC):
         """Open a connection, and try again while there is time: a link may be down for a moment.
         OSError when not.
 
-        The handshake has no limit of time: a peer whose code holds the interpreter's lock is
-        waited for as long as its process runs.
+        A peer whose code holds the interpreter's lock is waited for as long as its process runs:
+        the handshake has no limit of time, nor has a listener whose queue is full.
         """
-        overrides = {_RUN: digest_of(self._run, "asks")}
-        comm = await connect(
-            address,
-            timeout=self._timeout,
-            handshake_overrides=overrides,
-            **self._connects_with,
-        )
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._timeout
+        while True:
+            try:
+                return await self._connect_once(address, max(_PAUSE, end - loop.time()))
+            except FatalCommClosedError:
+                raise
+            except CommClosedError as error:
+                # it was lost in the handshake: no request has been sent
+                if loop.time() >= end:
+                    raise
+                logger.debug("connects to %s again: %s", address, error)
+            except OSError as error:
+                # of a Unix socket: somebody listens, and has not taken those that wait already
+                if not isinstance(error.__cause__, BlockingIOError):
+                    raise
+            await asyncio.sleep(_PAUSE)
+
+    async def _connect_once(self, address: str, timeout: float) -> RowsComm:
+        self._check_not_closed()
+        comm = await connect(address, timeout=timeout, **self._connects_with)
         assert isinstance(comm, RowsComm)
-        if comm.remote_info.get(_RUN) != digest_of(self._run, "answers"):
+        try:
+            await comm.authenticate(self._secret, Side.ASKS)
+            self._check_not_closed()
+        except BaseException:
             comm.abort()
-            raise ConnectionError(f"another run listens at {address}")
+            raise
         self._open.add(comm)
         return comm
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            raise ConnectionError("this side is closed")
 
     def _take_idle(self, worker: str) -> RowsComm | None:
         idle = self._idle.get(worker, [])
@@ -231,8 +200,6 @@ class CommCarrier(ABC):
             return
         self._served.add(comm)
         try:
-            if comm.remote_info.get(_RUN) != digest_of(self._run, "asks"):
-                raise PeerError(f"it is no connection of run {self._run}")
             while True:
                 await self._answer_next(comm)
         except CommClosedError:
@@ -248,7 +215,8 @@ class CommCarrier(ABC):
 
     async def _answer_next(self, comm: RowsComm) -> None:
         request = await comm.receive(wire.REQUEST)
-        head, frames = await answer_to(request.head, self._run, self._handler)
+        async with comm.while_open():  # an answer that nobody waits for takes a place here
+            head, frames = await answer_to(request.head, self._run, self._handler)
         await comm.send(head, frames)
 
 
@@ -264,8 +232,10 @@ class NetworkCarrier(CommCarrier):
         handler: Handler,
         network: NetworkAccess,
         timeout: float,
+        *,
+        secret: bytes,
     ) -> None:
-        super().__init__(run, handler, len(members), timeout, network.connects_with)
+        super().__init__(run, handler, len(members), timeout, network.connects_with, secret=secret)
         self._members = members
         self._network = network
         self._addresses: dict[str, str] = {}
@@ -273,23 +243,40 @@ class NetworkCarrier(CommCarrier):
     async def start(self) -> int:
         """Listen, and return the port. ConfigError where that fails."""
         network = self._network
+        host = network.host
+        failure = await self._listen_at(host)
+        if failure is None:
+            return self._port()
+        if failure.errno == errno.EADDRNOTAVAIL and network.wildcard is not None:
+            host = network.wildcard
+            failure = await self._listen_at(host)
+            if failure is None:
+                return self._port()
+        raise ConfigError(
+            f"cannot listen on {host} for the requests of other workers: {failure}; "
+            "expected the address of an interface of this host (dask worker --host), and a free "
+            "port for each worker (data.port)"
+        ) from failure
+
+    def _port(self) -> int:
+        _, port = self._listener.get_host_port()
+        return int(port)
+
+    async def _listen_at(self, host: str) -> OSError | None:
+        """Listen at the first free port; return why that fails."""
+        network = self._network
         failure: OSError | None = None
         for port in network.ports:
-            place = unparse_host_port(network.host, port)
+            place = unparse_host_port(host, port)
             try:
                 await self._listen(unparse_address(network.scheme, place), network.listens_with)
             except OSError as error:
                 failure = error
                 if error.errno == errno.EADDRINUSE:
                     continue
-                break
-            _, bound = self._listener.get_host_port()
-            return int(bound)
-        raise ConfigError(
-            f"cannot listen on {network.host} for the requests of other workers: {failure}; "
-            "expected the address of an interface of this host (dask worker --host), and a free "
-            "port for each worker (data.port)"
-        ) from failure
+                return failure
+            return None
+        return failure
 
     def meet(self, ports: Mapping[str, int]) -> None:
         """Learn the ports of all members. None is asked before."""
@@ -337,11 +324,19 @@ class HostCarrier(CommCarrier):
     """
 
     def __init__(
-        self, run: str, worker: str, members: Mapping[str, str], handler: Handler, timeout: float
+        self,
+        run: str,
+        worker: str,
+        members: Mapping[str, str],
+        handler: Handler,
+        timeout: float,
+        *,
+        secret: bytes,
     ) -> None:
-        super().__init__(run, handler, len(members), timeout, {})
+        super().__init__(run, handler, len(members), timeout, {}, secret=secret)
         self._worker = worker
         self._members = members
+        self._pings: dict[str, asyncio.Task[Reply]] = {}
 
     async def start(self) -> None:
         if shared_memory_domain():
@@ -350,6 +345,25 @@ class HostCarrier(CommCarrier):
     def address_of(self, worker: str) -> str:
         name = socket_name(self._run, worker, self._members[worker])
         return unparse_address(Scheme.UNIX, name)
+
+    async def ask(self, worker: str, request: Request) -> Reply:
+        """A ping is one with the ping before it, where that has no answer yet: each new connection
+        to a peer that stands still takes a place in the queue of its listener, and holds it when
+        it is closed.
+        """
+        if request.op != Op.PING:
+            return await super().ask(worker, request)
+        ping = self._pings.get(worker)
+        if ping is None or ping.done():
+            ping = asyncio.create_task(super().ask(worker, request))
+            ping.add_done_callback(_mark_as_seen)
+            self._pings[worker] = ping
+        return await asyncio.shield(ping)
+
+    async def close(self) -> None:
+        for ping in self._pings.values():
+            ping.cancel()
+        await super().close()
 
     async def reaches(self, worker: str) -> bool:
         """The kernel takes a connection for a process of this host, also for one that stands
@@ -372,7 +386,11 @@ class HostCarrier(CommCarrier):
         """Return the process that listens for a member, 0 where it is not known; None where there
         is none.
         """
-        _, name = parse_address(self.address_of(worker))
+        address = self.address_of(worker)
+        for comm in self._open:
+            if comm.peer_address == address and not comm.closed():
+                return int(comm.extra_info["pid"])
+        _, name = parse_address(address)
         try:
             sock = await open_socket(Scheme.UNIX, name)
         except BlockingIOError:
@@ -382,6 +400,12 @@ class HostCarrier(CommCarrier):
         pid = peer_process(sock).pid
         sock.close()
         return pid
+
+
+def _mark_as_seen(ping: asyncio.Task[Reply]) -> None:
+    """Read its exception: where nobody waits for it any more, asyncio would log it."""
+    if not ping.cancelled():
+        ping.exception()
 
 
 def _is_stopped(pid: int) -> bool:

@@ -18,7 +18,7 @@ from siirl_dask.coordinator.transport.messages import Op
 from siirl_dask.coordinator.transport.peers import PeerTransport
 from siirl_dask.planner import Rows
 from tests.coordinator.rows import ITERATION, SCHEMA, edge, make_rows, names, scatter
-from tests.coordinator.transport.comm_carriers import TCP, TLS
+from tests.coordinator.transport.comm_carriers import SECRET, TCP, TLS
 
 NETWORKS = {"rows+tcp": TCP, "rows+tls": TLS}
 ON_HOST = pytest.param(
@@ -60,9 +60,14 @@ async def joined(scheme, e, limits):
     for worker in workers:
         handler = partial(answer, worker)
         if scheme in NETWORKS:
-            carriers[worker] = NetworkCarrier("run", members, handler, NETWORKS[scheme], timeout=9)
+            network = NETWORKS[scheme]
+            carriers[worker] = NetworkCarrier(
+                "run", members, handler, network, timeout=9, secret=SECRET
+            )
         else:
-            carriers[worker] = HostCarrier("run", worker, members, handler, timeout=9)
+            carriers[worker] = HostCarrier(
+                "run", worker, members, handler, timeout=9, secret=SECRET
+            )
         transport = PeerTransport("run", members, [carriers[worker]], peer_timeout=9)
         transports.append(transport)
         buffers[worker] = Databuffer(

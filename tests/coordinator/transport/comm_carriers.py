@@ -9,16 +9,14 @@ from distributed.security import Security
 from hypothesis import strategies as st
 
 from siirl_dask.comms import wire
+from siirl_dask.comms.access import NetworkAccess
+from siirl_dask.comms.proofs import NONCE_BYTES, Side, new_secret, proof_of
 from siirl_dask.comms.sockets import Scheme
-from siirl_dask.coordinator.transport.carriers import (
-    HostCarrier,
-    NetworkAccess,
-    NetworkCarrier,
-    digest_of,
-    socket_name,
-)
+from siirl_dask.coordinator.transport.carriers import HostCarrier, NetworkCarrier, socket_name
 from siirl_dask.testing.carriers import RUN
 
+SECRET = new_secret()
+NONCE = bytes(range(NONCE_BYTES))
 MEMBERS = {"a": "tcp://127.0.0.1:1", "b": "tcp://127.0.0.1:2"}
 NAME_OF_B = socket_name(RUN, "b", MEMBERS["b"])
 SECURITY = Security.temporary()
@@ -31,10 +29,41 @@ TLS = NetworkAccess(
 )
 
 
-def hello(side):
-    """The handshake of one side of a connection of RUN, as bytes."""
-    info = {"siirl_dask.wire": wire.VERSION, "siirl_dask.run": digest_of(RUN, side)}
-    return b"".join(wire.pack(wire.GREETING, info))
+def greeting(head):
+    """A message of a handshake, as bytes."""
+    return b"".join(wire.pack(wire.GREETING, head))
+
+
+HELLO = greeting({"siirl_dask.wire": wire.VERSION, "siirl_dask.nonce": NONCE})
+"""The first message of one side of a connection."""
+
+
+async def next_head(reader):
+    """The head of the next message of a handshake."""
+    prelude = wire.read_prelude(await reader.readexactly(wire.PRELUDE.size), wire.HANDSHAKE)
+    return wire.read_message(prelude, await reader.readexactly(prelude.top), []).head
+
+
+async def introduce(reader, writer, side=Side.ASKS, secret=SECRET):
+    """Speak as one side of a connection whose other side is a member, until both have said who
+    they are.
+    """
+    writer.write(HELLO)
+    theirs = (await next_head(reader))["siirl_dask.nonce"]
+    nonces = (NONCE, theirs) if side is Side.ASKS else (theirs, NONCE)
+    if side is Side.ANSWERS:
+        assert await next_head(reader) == proof_of(secret, Side.ASKS, *nonces)
+    writer.write(greeting(proof_of(secret, side, *nonces)))
+    if side is Side.ASKS:
+        assert await next_head(reader) == proof_of(secret, Side.ANSWERS, *nonces)
+
+
+async def links(port, count=1):
+    """Connections to a listener that both sides have introduced."""
+    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+    for reader, writer in opened:
+        await introduce(reader, writer)
+    return opened
 
 
 heads = st.binary(max_size=32) | st.recursive(
@@ -71,8 +100,8 @@ async def nobody(request):
 @asynccontextmanager
 async def on_host(handler):
     """Workers of one host; "b" answers with ``handler``."""
-    here = HostCarrier(RUN, "a", MEMBERS, nobody, timeout=5)
-    there = HostCarrier(RUN, "b", MEMBERS, handler, timeout=5)
+    here = HostCarrier(RUN, "a", MEMBERS, nobody, timeout=5, secret=SECRET)
+    there = HostCarrier(RUN, "b", MEMBERS, handler, timeout=5, secret=SECRET)
     await here.start()
     await there.start()
     try:
@@ -87,7 +116,9 @@ async def between_hosts(handler, network=TCP):
     """Workers that reach each other over ``network``, and the port of "b", which answers with
     ``handler``.
     """
-    carriers = [NetworkCarrier(RUN, MEMBERS, handler, network, timeout=5) for _ in MEMBERS]
+    carriers = [
+        NetworkCarrier(RUN, MEMBERS, handler, network, timeout=5, secret=SECRET) for _ in MEMBERS
+    ]
     try:
         ports = dict(zip(MEMBERS, [await each.start() for each in carriers], strict=True))
         for each in carriers:

@@ -5,29 +5,34 @@ import socket
 import subprocess
 import sys
 import textwrap
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 
 import pytest
 from distributed import Scheduler, Worker
 from hypothesis import given, settings
 
-from siirl_dask.comms import wire
-from siirl_dask.comms.sockets import Scheme
+from siirl_dask.comms import backends, wire
+from siirl_dask.comms.access import NetworkAccess
+from siirl_dask.comms.proofs import Side
 from siirl_dask.comms.wire import Pieces
 from siirl_dask.coordinator.host import shared_memory_domain
-from siirl_dask.coordinator.transport.carriers import HostCarrier, NetworkAccess, NetworkCarrier
+from siirl_dask.coordinator.transport.carriers import HostCarrier, NetworkCarrier
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request
+from siirl_dask.coordinator.transport.peers import answers
 from siirl_dask.errors import ConfigError, PeerError
 from siirl_dask.testing.carriers import KEY, RUN, CarrierTests
 from tests.coordinator.transport.comm_carriers import (
+    HELLO,
     MALFORMED,
     MEMBERS,
     NAME_OF_B,
+    SECRET,
     TCP,
     TLS,
     between_hosts,
-    hello,
+    introduce,
+    links,
     nobody,
     on_host,
 )
@@ -38,6 +43,11 @@ ASKED = Request(Op.SUBTREE_STATISTICS, KEY)
 
 async def fine(request):
     return Reply({"fine": 1})
+
+
+def asker(members=MEMBERS, timeout=60):
+    """The carrier of worker "a" to others of its host."""
+    return HostCarrier(RUN, "a", members, nobody, timeout, secret=SECRET)
 
 
 @needs_sockets
@@ -62,7 +72,7 @@ class TestNetworkCarrierOverTls(CarrierTests):
 @needs_sockets
 def test_a_worker_of_another_host_is_not_reached_over_a_socket():
     async def work():
-        return await HostCarrier(RUN, "a", MEMBERS, nobody, timeout=60).reaches("b")
+        return await asker().reaches("b")
 
     assert not asyncio.run(asyncio.wait_for(work(), 10))
 
@@ -72,7 +82,7 @@ def test_a_worker_that_came_back_at_another_address_is_not_reached():
     async def work():
         async with on_host(fine):
             members = {**MEMBERS, "b": "tcp://elsewhere:1"}
-            return await HostCarrier(RUN, "a", members, nobody, timeout=60).reaches("b")
+            return await asker(members).reaches("b")
 
     assert not asyncio.run(asyncio.wait_for(work(), 10))
 
@@ -84,7 +94,8 @@ def test_malformed_messages_are_refused_and_the_next_peer_is_served(sent):
     async def work():
         async with on_host(fine) as (here, _):
             reader, writer = await asyncio.open_unix_connection(f"\0{NAME_OF_B}")
-            writer.write(hello("asks") + sent)
+            await introduce(reader, writer)
+            writer.write(sent)
             writer.write_eof()
             await asyncio.wait_for(reader.read(), 10)
             writer.close()
@@ -112,7 +123,7 @@ def test_a_process_of_another_user_is_not_answered(caplog):
     async def work():
         async with on_host(handler):
             name = f"\0{NAME_OF_B}".encode().hex()
-            command = [sys.executable, "-c", textwrap.dedent(script), name, hello("asks").hex()]
+            command = [sys.executable, "-c", textwrap.dedent(script), name, HELLO.hex()]
             return await asyncio.to_thread(
                 subprocess.run, command, capture_output=True, text=True, timeout=60
             )
@@ -182,9 +193,9 @@ def test_what_is_sent_from_where_it_lies_is_referred_to_until_it_is_out():
             return Reply({}, [sent.pop()])
 
         async with between_hosts(handler) as (_here, _there, port):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(hello("asks") + message_of(ASKED))
-            await reader.readexactly(len(hello("answers")) + 1000)
+            ((reader, writer),) = await links(port)
+            writer.write(message_of(ASKED))
+            await reader.readexactly(1000)
             states.append(pieces_alive())
             while await reader.read(2**20):
                 states.append(pieces_alive())
@@ -223,11 +234,12 @@ def test_workers_of_a_host_take_the_first_free_ports_of_a_range():
         with socket.create_server(("127.0.0.1", 0)) as taken:
             first = taken.getsockname()[1]
             network = replace(TCP, ports=range(first, first + 40))
-            one = NetworkCarrier(RUN, MEMBERS, fine, network, timeout=5)
-            other = NetworkCarrier(RUN, MEMBERS, fine, network, timeout=5)
+            one = NetworkCarrier(RUN, MEMBERS, fine, network, timeout=5, secret=SECRET)
+            other = NetworkCarrier(RUN, MEMBERS, fine, network, timeout=5, secret=SECRET)
             ports = [await one.start(), await other.start()]
             assert first < ports[0] < ports[1] < first + 40
-            full = NetworkCarrier(RUN, MEMBERS, fine, replace(TCP, ports=[first]), timeout=5)
+            network = replace(TCP, ports=[first])
+            full = NetworkCarrier(RUN, MEMBERS, fine, network, timeout=5, secret=SECRET)
             try:
                 with pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1.*data\.port"):
                     await full.start()
@@ -238,24 +250,168 @@ def test_workers_of_a_host_take_the_first_free_ports_of_a_range():
     asyncio.run(work())
 
 
-def test_a_worker_listens_where_dask_does_and_is_asked_at_its_contact_address():
+async def listen_as(worker):
+    """The address that a Dask worker's carrier is asked at, and a host that it listens on."""
+    network = NetworkAccess.of(worker)
+    carrier = NetworkCarrier(RUN, {"a": worker.address}, fine, network, timeout=5, secret=SECRET)
+    port = await carrier.start()
+    host, _ = carrier._listener.get_host_port()
+    carrier.meet({"a": port})
+    await carrier.close()
+    return carrier.address_of("a").replace(str(port), "PORT"), host
+
+
+@pytest.mark.parametrize(
+    ("host", "contact", "listens_on"),
+    [
+        ("127.0.0.1", "127.0.0.2", "127.0.0.1"),
+        ("0.0.0.0", "127.0.0.1", "127.0.0.1"),  # a plain ``dask worker``
+        ("0.0.0.0", "203.0.113.5", "0.0.0.0"),  # an address of another machine, by RFC 5737
+        ("0.0.0.0", "localhost", "0.0.0.0"),
+    ],
+)
+def test_a_worker_listens_on_one_interface_and_is_asked_at_its_contact_address(
+    host, contact, listens_on
+):
     async def work():
         async with (
             Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as scheduler,
             Worker(
                 scheduler.address,
                 name="a",
-                host="127.0.0.1",
-                contact_address="tcp://127.0.0.2:4711",
+                host=host,
+                contact_address=f"tcp://{contact}:4711",
             ) as worker,
         ):
-            network = NetworkAccess.of(worker)
-            assert (network.scheme, network.host) == (Scheme.TCP, "127.0.0.1")
-            carrier = NetworkCarrier(RUN, {"a": worker.address}, fine, network, timeout=5)
-            port = await carrier.start()
-            carrier.meet({"a": port})
-            await carrier.close()
-            return carrier.address_of("a"), port
+            return await listen_as(worker)
 
-    address, port = asyncio.run(work())
-    assert address == f"rows+tcp://127.0.0.2:{port}"
+    assert asyncio.run(work()) == (f"rows+tcp://{contact}:PORT", listens_on)
+
+
+@asynccontextmanager
+async def peer_that(speaks):
+    """A worker's carrier, whose peer "b" is ``speaks(reader, writer)``."""
+    server = await asyncio.start_server(speaks, "127.0.0.1")
+    async with between_hosts(fine) as (here, *_):
+        here.meet({"b": server.sockets[0].getsockname()[1]})
+        try:
+            yield here
+        finally:
+            server.close()
+
+
+def test_a_connection_that_is_lost_before_its_request_is_opened_again():
+    """Also for a request that may not be repeated: none was sent."""
+    met = []
+
+    async def speak(reader, writer):
+        met.append(writer)
+        if len(met) < 3:
+            writer.close()
+            return
+        await introduce(reader, writer, Side.ANSWERS)
+        await reader.read(1)
+        writer.write(b"".join(wire.pack(0, {"fine": 1})))
+
+    async def work():
+        async with peer_that(speak) as here:
+            reply = await asyncio.wait_for(here.ask("b", Request(Op.ACK, KEY)), 20)
+            met[-1].close()
+            return reply.header
+
+    assert asyncio.run(work()) == {"fine": 1}
+    assert len(met) == 3
+
+
+def test_a_connection_that_opens_when_its_carrier_is_closed_is_closed_too():
+    async def work():
+        met = asyncio.Event()
+        closed = asyncio.Event()
+        heard = asyncio.get_running_loop().create_future()
+
+        async def speak(reader, writer):
+            met.set()
+            await closed.wait()
+            await introduce(reader, writer, Side.ANSWERS)
+            heard.set_result(await reader.read())
+            writer.close()
+
+        async with peer_that(speak) as here:
+            asking = asyncio.create_task(here.ask("b", ASKED))
+            await met.wait()
+            await here.close()
+            closed.set()
+            with pytest.raises(OSError):  # noqa: PT011
+                await asyncio.wait_for(asking, 20)
+            return await asyncio.wait_for(heard, 20)
+
+    assert asyncio.run(work()) == b""
+
+
+def test_a_handshake_of_tls_that_is_under_way_ends_with_its_carrier(monkeypatch):
+    monkeypatch.setattr(backends, "_HANDSHAKE_SECONDS", 600)
+
+    async def work():
+        async with between_hosts(fine, TLS) as (_, there, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            while not there._listener._handshakes:
+                await asyncio.sleep(0.01)
+            await there.close()
+            assert await asyncio.wait_for(reader.read(), 20) == b""
+            writer.close()
+
+    asyncio.run(work())
+
+
+@contextmanager
+def peer_that_stands_still():
+    """The listener of worker "b", which takes no connection."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{NAME_OF_B}")
+        listener.listen(2)
+        listener.setblocking(False)
+        yield listener
+
+
+@needs_sockets
+def test_pings_to_a_peer_that_stands_still_take_one_place_in_its_queue():
+    """Whatever is closed stays there, and nobody else's request gets in when it is full."""
+
+    async def ping(carrier):
+        await carrier.ask("b", Request(Op.PING, KEY))
+        return True
+
+    async def work():
+        carrier = asker()
+        for _ in range(3):
+            assert not await answers(lambda: ping(carrier), 0.2)
+        await carrier.close()
+
+    with peer_that_stands_still() as listener:
+        asyncio.run(work())
+        listener.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+@needs_sockets
+def test_a_full_queue_of_a_peer_that_stands_still_is_waited_for():
+    async def work(listener):
+        carrier = asker(timeout=0.2)
+        with ExitStack() as queue:
+            with suppress(BlockingIOError):
+                while True:
+                    sock = queue.enter_context(socket.socket(socket.AF_UNIX))
+                    sock.setblocking(False)
+                    sock.connect(f"\0{NAME_OF_B}")
+            asking = asyncio.create_task(carrier.ask("b", ASKED))
+            await asyncio.wait([asking], timeout=1.0)
+            assert not asking.done()
+            assert await carrier.runs("b", 1.0)
+            listener.close()
+            with pytest.raises(OSError, match="no process of this host listens"):
+                await asyncio.wait_for(asking, 20)
+            await carrier.close()
+
+    with peer_that_stands_still() as listener:
+        asyncio.run(work(listener))

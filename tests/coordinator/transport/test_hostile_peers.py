@@ -12,25 +12,33 @@ import msgpack
 import pytest
 from distributed import Scheduler, Worker
 from distributed.comm import connect, listen
+from distributed.comm.utils import from_frames, to_frames
 from distributed.protocol.serialize import ToPickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from siirl_dask.comms import wire
-from siirl_dask.coordinator.transport.carriers import NetworkAccess, NetworkCarrier
+from siirl_dask.comms.access import NetworkAccess
+from siirl_dask.comms.proofs import Side, new_secret, proof_of
+from siirl_dask.coordinator.transport.carriers import NetworkCarrier
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request
 from siirl_dask.errors import ConfigError, PeerError
-from siirl_dask.testing.carriers import KEY
+from siirl_dask.testing.carriers import KEY, RUN
 from tests.coordinator.transport.comm_carriers import (
+    HELLO,
     MALFORMED,
     MEMBERS,
+    NONCE,
+    SECRET,
     TCP,
     between_hosts,
-    hello,
+    greeting,
+    introduce,
+    links,
+    next_head,
 )
 
 ASKED = Request(Op.STORE, KEY)
-GREETING = hello("asks")
 
 
 class Command:
@@ -60,8 +68,7 @@ async def asker_of(answer):
     """
 
     async def greet(reader, writer):
-        writer.write(hello("answers"))
-        await reader.readexactly(len(hello("asks")))
+        await introduce(reader, writer, Side.ANSWERS)
         await answer(reader, writer)
 
     server = await asyncio.start_server(greet, "127.0.0.1")
@@ -73,25 +80,57 @@ async def asker_of(answer):
             server.close()
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=["handshake", "reply"])
-def test_a_reply_that_dask_would_unpickle_runs_nothing_in_the_asker(pickle, tmp_path, at_once):
+def test_a_handshake_that_dask_would_unpickle_runs_nothing_in_the_asker(pickle, tmp_path):
     async def speak(comm):
-        await comm.read()
-        await comm.write({"header": pickle, "payload": None})
+        raise AssertionError("no handshake was made")
 
     async def work():
-        info = {"handshake_overrides": {"python": pickle}} if at_once else {}
+        info = {"python": pickle}
         async with (
             listen("tcp://127.0.0.1:0", speak) as listener,
             between_hosts(fine) as (here, *_),
         ):
-            greet, listener.on_connection = listener.on_connection, lambda comm: greet(comm, **info)
+            greet = listener.on_connection
+            listener.on_connection = lambda comm: greet(comm, handshake_overrides=info)
             here.meet({"b": listener.get_host_port()[1]})
-            with pytest.raises((PeerError, OSError)):
+            with pytest.raises(OSError, match="no handshake of the format"):
                 await asyncio.wait_for(here.ask("b", ASKED), 20)
 
     asyncio.run(work())
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("framed", [True, False], ids=["in our frames", "in Dask's"])
+def test_a_reply_that_dask_would_unpickle_runs_nothing_in_the_asker(pickle, tmp_path, framed):
+    ran = tmp_path / "ran"
+
+    async def work():
+        frames = [bytes(frame) for frame in await to_frames({"header": pickle, "payload": None})]
+        await from_frames(frames)
+        assert ran.exists()
+        ran.unlink()
+        body = b"".join(frames)
+
+        async def reply(reader, writer):
+            await reader.readexactly(wire.PRELUDE.size)
+            if framed:
+                writer.write(message(b"\x92\x01\x80", [len(body)], body))
+            else:
+                writer.write(struct.pack(f"<{len(frames) + 1}Q", len(frames), *map(len, frames)))
+                writer.write(body)
+            await writer.drain()
+            writer.close()
+
+        async with asker_of(reply) as here:
+            asking = asyncio.wait_for(here.ask("b", ASKED), 20)
+            if framed:
+                assert bytes((await asking).frames[0]) == body
+            else:
+                with pytest.raises((PeerError, OSError)):
+                    await asking
+
+    asyncio.run(work())
+    assert not ran.exists()
 
 
 def test_a_request_that_dask_would_unpickle_runs_nothing_in_the_listener(pickle, tmp_path):
@@ -111,20 +150,75 @@ def test_a_request_that_dask_would_unpickle_runs_nothing_in_the_listener(pickle,
 def test_a_connection_of_another_run_is_closed():
     async def work():
         async with between_hosts(fine) as (*_, port):
-            other = NetworkCarrier("another", MEMBERS, fine, TCP, timeout=5)
+            other = NetworkCarrier(RUN, MEMBERS, fine, TCP, timeout=60, secret=new_secret())
             other.meet({"b": port})
-            with pytest.raises(OSError):  # noqa: PT011  # reset, closed
-                await other.ask("b", ASKED)
+            with pytest.raises(OSError, match="no connection of this run"):
+                await asyncio.wait_for(other.ask("b", ASKED), 20)
             await other.close()
 
     asyncio.run(work())
 
 
-async def read_what_comes(port, sent, greeting=GREETING):
-    """Send bytes to a listener after a greeting, and return what it answers until it closes."""
+def test_whoever_does_not_know_the_secret_is_sent_nothing_that_is_made_with_it():
+    """Nor is a proof good for another connection, or for the other side of its own."""
+
+    async def record(reader, writer):
+        writer.write(HELLO)
+        theirs = (await next_head(reader))["siirl_dask.nonce"]
+        shown.append(await next_head(reader))
+        assert shown[0] == proof_of(SECRET, Side.ASKS, theirs, NONCE)
+        writer.write(greeting(shown[0]))  # it proves nothing of the side that answers
+        assert await reader.read() == b""
+        writer.close()
+
+    async def stranger(port, proof_from):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HELLO)
+        nonce = (await next_head(reader))["siirl_dask.nonce"]
+        writer.write(greeting(proof_from(nonce)) + message_of(ASKED))
+        heard = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        return heard
+
+    async def asked(request):
+        raise AssertionError("a stranger was heard")
+
+    shown = []
+
+    async def work():
+        async with between_hosts(asked) as (here, _, port):
+            server = await asyncio.start_server(record, "127.0.0.1")
+            here.meet({"b": server.sockets[0].getsockname()[1]})
+            with pytest.raises(OSError, match="no connection of this run"):
+                await asyncio.wait_for(here.ask("b", ASKED), 20)
+            server.close()
+            proofs = [
+                lambda nonce: bytes(32),
+                lambda nonce: shown[0],
+                lambda nonce: nonce,
+                lambda nonce: proof_of(SECRET, Side.ANSWERS, NONCE, nonce),
+                lambda nonce: proof_of(b"", Side.ASKS, NONCE, nonce),
+                lambda nonce: [1],
+            ]
+            return [await stranger(port, proof) for proof in proofs]
+
+    heard = asyncio.run(work())
+    assert set(heard) <= {b"", greeting("refused")}
+
+
+def message_of(request):
+    return b"".join(wire.pack(0, request.pack()))
+
+
+async def read_what_comes(port, sent, *, introduced=True):
+    """Send bytes to a listener, as a member or as a stranger, and return what it answers until it
+    closes.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with suppress(OSError):
-        writer.write(greeting + sent)
+        if introduced:
+            await introduce(reader, writer)
+        writer.write(sent)
         writer.write_eof()
         return await asyncio.wait_for(reader.read(), 10)
     return b""
@@ -137,10 +231,9 @@ def test_any_bytes_are_refused_and_the_next_request_is_served():
 
             @settings(max_examples=150, deadline=None)
             @given(MALFORMED, st.booleans())
-            def attack(sent, greets):
-                greeting = hello("asks") if greets else b""
+            def attack(sent, introduced):
                 asyncio.run_coroutine_threadsafe(
-                    read_what_comes(port, sent, greeting), loop
+                    read_what_comes(port, sent, introduced=introduced), loop
                 ).result(30)
                 assert asyncio.run_coroutine_threadsafe(here.ask("b", ASKED), loop).result(
                     30
@@ -213,9 +306,18 @@ BOMBS = {
         message(msgpack.packb([0, msgpack.ExtType(1, b"\1\0\0\0")])),
         "no message",
     ),
+    "a frame that is many values": (
+        message(msgpack.packb([0, [msgpack.ExtType(1, bytes(4))] * 9]), [1], b"x"),
+        "two values that are frame 0",
+    ),
+    "a frame of the message's own that is a value": (
+        message(msgpack.packb([1, msgpack.ExtType(1, bytes(4))]), [1], b"x"),
+        "no message",
+    ),
+    "a frame that nothing refers to": (message(msgpack.packb([0, 1]), [1], b"x"), "no message"),
     "keys of lists": (message(b"\x92\x00\x81\x90\x01"), "no message"),
     "a pickle by Dask's name": (
-        message(msgpack.packb([0, {"__Pickled__": 1}]), [1], b"x"),
+        message(msgpack.packb([1, {"__Pickled__": 1}]), [1], b"x"),
         "no request",
     ),
 }
@@ -253,12 +355,12 @@ def test_frames_that_are_announced_and_never_come_take_no_memory():
 
     async def work():
         async with between_hosts(fine) as (here, _, port):
-            links = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
-            for _, writer in links:
-                writer.write(hello("asks") + message(b"", [wire.MAX_REQUEST_FRAMES]))
+            opened = await links(port, 20)
+            for _, writer in opened:
+                writer.write(message(b"", [wire.MAX_REQUEST_FRAMES]))
                 await writer.drain()
             assert (await here.ask("b", ASKED)).header == {"fine": 1}
-            for _, writer in links:
+            for _, writer in opened:
                 writer.close()
 
     asyncio.run(work())
