@@ -225,7 +225,8 @@ def test_a_start_that_was_taken_over_does_not_begin_again(url):
 
 
 def test_a_start_whose_folder_was_removed_is_fenced_and_writes_no_sign_of_life_there(url):
-    with take(url, 0.3, print) as attempt:
+    # a sign of life every half second: the removal goes round again where one comes meanwhile
+    with take(url, 3.0, print) as attempt:
         attempt.check()
         remove_tree(*open_fs(url))
         with pytest.raises(
@@ -235,7 +236,7 @@ def test_a_start_whose_folder_was_removed_is_fenced_and_writes_no_sign_of_life_t
         assert not attempt.holds()
         time.sleep(0.2)  # one may have been on its way
         remove_tree(*open_fs(url))
-        time.sleep(0.2)  # more than a beat
+        time.sleep(0.7)  # more than a beat
     fs, path = open_fs(url)
     assert not fs.exists(path)
 
