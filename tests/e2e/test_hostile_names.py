@@ -6,6 +6,7 @@ import io
 import json
 import os
 from contextlib import redirect_stdout
+from pathlib import Path
 from uuid import uuid4
 
 import pyarrow.parquet as pq
@@ -57,6 +58,7 @@ def said(*arguments):
 def read(url, out):
     """Run every command that reads a run. Return what depends on its rows and weights alone."""
     answers = [said("rollouts", url, *question).replace(url, "RUN") for question in QUESTIONS]
+    Path(out).mkdir(parents=True, exist_ok=True)
     said("report", url, "-o", f"{out}/report.html")
     said("trace", url, "-o", f"{out}/trace.json")
     said("watch", url, "--once")
