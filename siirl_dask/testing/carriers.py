@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import ClassVar
+from uuid import uuid4
 
 import pytest
 
@@ -26,7 +27,8 @@ from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Reques
 from siirl_dask.coordinator.transport.peers import Carrier
 from siirl_dask.errors import Aborted, PeerError
 
-RUN = "conformance"
+RUN = f"conformance-{uuid4().hex}"
+"""Another in each process: names of sockets are made of it."""
 KEY = TransitionKey(RUN, 7, "train/a->b")
 Die = Callable[[], Awaitable[None]]
 """Ends worker "b" as a crash would."""
