@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.rollout import Sampling
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.tasks.sorting import sorted_digits
 
 from .setting import Curves, Setting, answer_to, prompts_in_order

@@ -41,7 +41,7 @@ from siirl_dask.schema import PROMPT
 
 if TYPE_CHECKING:
     from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
-    from siirl_dask.rollout.transformers_engine import TransformersEngine
+    from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 
 _NEW = "/new"
 _HELD = "\N{REPLACEMENT CHARACTER}"
@@ -183,7 +183,7 @@ def _speaker(chosen: Namespace, config: Config, *, are_texts: bool) -> Speaker:
     from siirl_dask.models.longest_row import check_frequencies_are_pinned
     from siirl_dask.nodes.generate import validation_sampling
     from siirl_dask.rollout.tokenizer import load_tokenizer
-    from siirl_dask.rollout.transformers_engine import TransformersEngine
+    from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 
     model = config.model
     key = f"the model of {redacted(chosen.model)!r}"

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pyarrow as pa
-from siirl_storage import Conflict, Snapshot, StorageError, TableNotFound, open_table
+from siirl_storage import Snapshot, TableNotFound, open_table
 
 from siirl_dask.config.secrets import redacted
 from siirl_dask.datasets.column_paths import extract, steps_of
+from siirl_dask.datasets.destination import destination
 from siirl_dask.datasets.inputs import InputRows, open_inputs, readable, total_rows
 from siirl_dask.datasets.lengths import LengthDistribution, Measure, measure_column
 from siirl_dask.datasets.mapping import ColumnMapping, unify
@@ -125,7 +125,7 @@ def _write(
         progress(0, 0, total)
         for one in mapped:
             for table in one.tables(schema):
-                with _destination(request.to):
+                with destination(request.to):
                     writer.write(table)
                 rows = rows + table.num_rows
                 nbytes = nbytes + int(table.nbytes)
@@ -135,7 +135,7 @@ def _write(
         for source in inputs:
             for text in source.remarks():
                 request.remark(f"{source.name}: {text}")
-        with _destination(request.to):
+        with destination(request.to):
             properties = {"imported": json.dumps({"sources": redacted(list(request.sources))})}
             return writer.commit(
                 properties | _token_lengths(request, there, rows), append=request.append
@@ -237,7 +237,7 @@ def _destination_table(request: ImportRequest) -> Snapshot | None:
 
     DataError for a table that is there and is not appended to, or a URL that cannot be opened.
     """
-    with _destination(request.to):
+    with destination(request.to):
         try:
             there = open_table(request.to)
         except TableNotFound:
@@ -261,16 +261,3 @@ def _token_lengths(request: ImportRequest, there: Snapshot | None, rows: int) ->
     found = TokenLengths(prompts.column, prompts.prompt, prompts.tokenizer, rows)
     known = extended(found, there)
     return {} if known is None else known.as_properties()
-
-
-@contextmanager
-def _destination(url: str) -> Iterator[None]:
-    """Turn errors of the storage at a destination into a DataError."""
-    try:
-        yield
-    except Conflict as error:
-        raise DataError(
-            f"{url!r}: another process made a table there meanwhile: {error}"
-        ) from error
-    except (StorageError, OSError) as error:
-        raise DataError(f"{url!r}: {error}") from error

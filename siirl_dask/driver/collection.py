@@ -19,7 +19,6 @@ from dask.base import tokenize
 from dask.delayed import Delayed, delayed
 from distributed import Client, Future
 from siirl_storage import (
-    Conflict,
     Part,
     Snapshot,
     StorageError,
@@ -34,6 +33,7 @@ from siirl_storage.files import absolute
 
 from siirl_dask.config import Config
 from siirl_dask.coordinator.content import CONTENT, TOKEN, content_digest
+from siirl_dask.datasets.destination import destination
 from siirl_dask.datasets.partitions import StagedPartition, common_schema, stage_partition
 from siirl_dask.driver.caller import RunCaller, scheduler_address
 from siirl_dask.driver.clusters.calls import complete
@@ -243,19 +243,14 @@ def _compare(url: str, there: Snapshot | None, content: str, *, may_replace: boo
 
 @contextmanager
 def _committing(url: str) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise DataError(
-            f"data.url={url!r}: a part that a worker has written is not there: {error}; expected "
-            "a folder that this machine and all workers share, or the URL of a store"
-        ) from error
-    except Conflict as error:
-        raise DataError(
-            f"{url!r}: another process made a table there meanwhile: {error}"
-        ) from error
-    except (StorageError, OSError) as error:
-        raise DataError(f"{url!r}: {error}") from error
+    with destination(url):
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise DataError(
+                f"data.url={url!r}: a part that a worker has written is not there: {error}; "
+                "expected a folder that this machine and all workers share, or the URL of a store"
+            ) from error
 
 
 def _remove(url: str, parts: Sequence[Part]) -> None:

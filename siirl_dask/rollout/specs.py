@@ -42,7 +42,7 @@ logger = logging.getLogger("siirl_dask.rollout")
 ENGINES: Mapping[str, str] = MappingProxyType(
     {
         "vllm": "siirl_dask.rollout.vllm_engine:SPEC",
-        "transformers": "siirl_dask.rollout.transformers_spec:SPEC",
+        "transformers": "siirl_dask.rollout.transformers_engine:SPEC",
         "sglang": "siirl_dask.rollout.sglang_engine:SPEC",
     }
 )

@@ -17,7 +17,7 @@ from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.rollout.engine import Sampling
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.runs.folder import write_identity
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from tests.conftest import digits_overrides

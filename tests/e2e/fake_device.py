@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from siirl_dask.context import Device, DeviceKind
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.training.critic import ValueCritic
 from siirl_dask.training.policy import Policy
 from siirl_dask.worker.hardware import devices

@@ -30,7 +30,7 @@ from tests.e2e.traps import start_workers
 TWO = ["cluster.workers=2", "cluster.placement={}", "run.steps=4", "checkpoint.every=2"]
 PLACES = {
     "generate": (
-        "siirl_dask.rollout.transformers_engine",
+        "siirl_dask.rollout.transformers_engine.engine",
         "TransformersEngine",
         "_generate_batch",
         4,

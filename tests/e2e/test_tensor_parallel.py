@@ -40,16 +40,23 @@ def rows_of(url, step):
     return pq.read_table(url / "rollouts" / f"step={step:06d}").sort_by("row_id")
 
 
-def test_two_workers_sample_like_one_and_a_killed_one_ends_the_run(start, train):
-    before = left_in_memory()
-    run = start(*ON_TWO)
-    run.wait_for_steps(3)
+def kill_a_worker(run, after, before):
+    """Kill one of the two workers once ``after`` steps are done. The run must end of it, and leave
+    no more in shared memory than there was ``before``.
+    """
+    run.wait_for_steps(after)
     os.kill(run.workers()[1].pid, signal.SIGKILL)
     seconds, _, err = run.end(timeout=60)
     assert seconds < 30 * run.slowdown
     assert run.process.returncode == 1
     assert "left the cluster during train step" in err
     assert left_in_memory() <= before
+
+
+def test_two_workers_sample_like_one_and_a_killed_one_ends_the_run(start, train):
+    before = left_in_memory()
+    run = start(*ON_TWO)
+    kill_a_worker(run, 3, before)
     one = train("one", "cluster.workers=1", "cluster.placement={}")
     for step in (1, 2, 3):
         expected, got = (rows_of(url, step) for url in (one.url, run.url))
@@ -62,16 +69,10 @@ def test_two_workers_sample_like_one_and_a_killed_one_ends_the_run(start, train)
 @pytest.mark.slow
 def test_episodes_of_two_workers_are_those_of_one_and_a_killed_one_ends_the_run(start, train):
     """Environments answer whenever they like, and each worker has episodes of its own."""
-    before = left_in_memory()
     few = ("rollout.max_rows=5", "environments.max_open=9")
+    before = left_in_memory()
     run = start(*of("Delayed"), *ON_TWO, *few, config=TURNS)
-    run.wait_for_steps(2)
-    os.kill(run.workers()[1].pid, signal.SIGKILL)
-    seconds, _, err = run.end(timeout=60)
-    assert seconds < 30 * run.slowdown
-    assert run.process.returncode == 1
-    assert "left the cluster during train step" in err
-    assert left_in_memory() <= before
+    kill_a_worker(run, 2, before)
     one = train("one", *of("Delayed"), "cluster.workers=1", "run.steps=2", config_file=TURNS)
     for step in (1, 2):
         expected, got = (rows_of(url, step) for url in (one.url, run.url))

@@ -24,7 +24,7 @@ from siirl_dask.models.longest_row import check_frequencies_are_pinned, check_lo
 from siirl_dask.models.rotary import pin_frequencies
 from siirl_dask.rollout import Sampling
 from siirl_dask.rollout.sglang_engine.frequencies import check_frequencies_of_sglang
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.rollout.vllm_engine.frequencies import check_engine_length, engine_length
 from siirl_dask.runs.folder import RunIdentity
 from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_model
@@ -353,7 +353,7 @@ def test_a_critic_values_a_row_as_it_does_alone(phi):
 def test_samples_that_cross_the_limit_have_the_trainers_log_probs(phi, own_loop, monkeypatch):
     if not own_loop:
         monkeypatch.setattr(
-            "siirl_dask.rollout.transformers_engine.use_decoding", lambda model: False
+            "siirl_dask.rollout.transformers_engine.engine.use_decoding", lambda model: False
         )
     engine = TransformersEngine(ModelConfig(path=str(phi), longest_row=50))
     prompts = [[7], [1, 2, 3], list(range(11))]

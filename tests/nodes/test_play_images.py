@@ -23,7 +23,7 @@ from siirl_dask.errors import EpisodeError
 from siirl_dask.images.processor import ImageProcessor
 from siirl_dask.nodes import encode_prompts, play
 from siirl_dask.nodes.packed_table import pack_rows
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.schema import TYPES
 from siirl_dask.tasks.tiny_vlm import tiny_vlm
 from tests.images.pictures import noise, png

@@ -31,7 +31,7 @@ from siirl_dask.nodes import (
 from siirl_dask.nodes.episodes.run_agents import _check_options
 from siirl_dask.nodes.failures import GIVEN_UP
 from siirl_dask.rollout import LocalQueue
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.schema import TYPES
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, tiny_model
 from siirl_dask.training import build_trainer

@@ -21,9 +21,9 @@ from siirl_dask.config import Dtype, Engine, ModelConfig
 from siirl_dask.models.architecture import Architecture
 from siirl_dask.models.shapes import ModelSize
 from siirl_dask.rollout import Sampling, engine_spec, memory
-from siirl_dask.rollout.decode_graphs import DecodeGraphs, decode_graphs
-from siirl_dask.rollout.decoding import decode, use_decoding
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.decode_graphs import DecodeGraphs, decode_graphs
+from siirl_dask.rollout.transformers_engine.decoding import decode, use_decoding
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.tasks.tiny_model import tiny_model
 from tests.rollout.test_decoding import SIZES, assert_same, prompts, sampled
 from tests.settings import rollout_config

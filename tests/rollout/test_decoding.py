@@ -18,10 +18,10 @@ from transformers import (
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.rollout import Sampling
-from siirl_dask.rollout.decoding import decode, use_decoding
-from siirl_dask.rollout.plain_generate import generate
 from siirl_dask.rollout.token_sampling import TokenSampler
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.decoding import decode, use_decoding
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.plain_generate import generate
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.reference_model import load_model
 
@@ -128,7 +128,9 @@ def test_an_engine_of_a_model_that_decode_cannot_run_samples_with_generate(tmp_p
     assert engine._decodes
     rows, sampling = prompts(), Sampling(max_tokens=8)
     quick = engine.generate(rows, range(len(rows)), sampling)
-    monkeypatch.setattr("siirl_dask.rollout.transformers_engine.use_decoding", lambda model: False)
+    monkeypatch.setattr(
+        "siirl_dask.rollout.transformers_engine.engine.use_decoding", lambda model: False
+    )
     plain = TransformersEngine(ModelConfig(path=str(folder))).generate(
         rows, range(len(rows)), sampling
     )

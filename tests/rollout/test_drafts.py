@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from siirl_dask.config import Config, Engine, ModelConfig, RolloutConfig
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling, check_engine
-from siirl_dask.rollout.decoding import decode, use_decoding
-from siirl_dask.rollout.draft_decoding import decode_with_drafts
-from siirl_dask.rollout.drafts import BatchDrafts, EarlierResponses, NgramIndex
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.decoding import decode, use_decoding
+from siirl_dask.rollout.transformers_engine.draft_decoding import decode_with_drafts
+from siirl_dask.rollout.transformers_engine.drafts import BatchDrafts, EarlierResponses, NgramIndex
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.tasks.tiny_model import tiny_model, tiny_tokenizer
 from siirl_dask.testing.engines import EngineTests
 from siirl_dask.testing.reference_model import PROMPTS, assert_agrees_with_trainer, load_model

@@ -9,9 +9,10 @@ from torch.testing import assert_close
 
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig
 from siirl_dask.context import Device
-from siirl_dask.rollout import Sampling, transformers_engine
+from siirl_dask.rollout import Sampling
 from siirl_dask.rollout.sglang_engine.settings import server_arguments
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine import engine as transformers_engine
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from tests.float32_heads import FAMILIES, WIDE, head_of, logprobs_of, write_model
 
 

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from siirl_dask.config import ModelConfig
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.testing.engines import EngineTests
 
 

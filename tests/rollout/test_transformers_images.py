@@ -9,7 +9,7 @@ from siirl_dask.images.features import image_features
 from siirl_dask.images.processor import ImageProcessor
 from siirl_dask.rollout import GenerationRequest, Sampling, build_engine, check_engine
 from siirl_dask.rollout.image_prompts import PromptImageReader
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.tasks.tiny_vlm import tiny_vlm
 from siirl_dask.testing.image_engines import ImageEngineTests, image_requests, serve

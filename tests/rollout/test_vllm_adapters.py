@@ -20,7 +20,7 @@ from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.adapters import Adapter
 from siirl_dask.rollout import Sampling
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.rollout.vllm_engine.adapter_layers import put_adapters
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks

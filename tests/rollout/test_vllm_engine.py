@@ -16,7 +16,7 @@ from siirl_dask.config import Dtype, Engine, ModelConfig, Sampler
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling, build_engine
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.rollout.vllm_engine.reloading import NewWeights
 from siirl_dask.tasks.tiny_model import tiny_model

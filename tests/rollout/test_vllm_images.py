@@ -14,7 +14,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.images.processor import ImageProcessor
 from siirl_dask.models.adapters import WEIGHT, A, B
 from siirl_dask.rollout import Sampling
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.rollout.vllm_engine.adapter_choice import takes_layers
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.tasks.tiny_vlm import tiny_vlm

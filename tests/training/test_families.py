@@ -20,9 +20,9 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.models import broken_imports
 from siirl_dask.models.loading import correct_modules
 from siirl_dask.models.slower_families import GENERATED, PADDED
-from siirl_dask.rollout.decoding import decode, use_decoding
-from siirl_dask.rollout.plain_generate import check_generate, generate
-from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.decoding import decode, use_decoding
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
+from siirl_dask.rollout.transformers_engine.plain_generate import check_generate, generate
 from siirl_dask.rollout.weight_loading import WeightLoader
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.reference_model import response_logprobs

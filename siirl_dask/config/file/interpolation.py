@@ -92,16 +92,17 @@ class Interpolations:
             if not OmegaConf.is_config(part):
                 return part
             return OmegaConf.to_container(part, resolve=True, throw_on_missing=True)
-        except (OmegaConfBaseException, RecursionError) as error:
-            place = getattr(error, "full_key", None) or name
-            hint = ""
-            if isinstance(error, InterpolationKeyError) and (
-                wanted := re.search(r"'(.*)'", str(error))
-            ):
-                hint = key_hint(wanted[1])
-            text = (
-                "its interpolation never ends"
-                if isinstance(error, RecursionError)
-                else first_line(error)
-            )
-            raise ConfigError(f"{path}: {place}: {text}{hint}") from error
+        except RecursionError as error:
+            raise ConfigError(f"{path}: {name}: its interpolation never ends") from error
+        except OmegaConfBaseException as error:
+            place = error.full_key if error.full_key else name
+            text = f"{path}: {place}: {first_line(error)}{_hint(error)}"
+            raise ConfigError(text) from error
+
+
+def _hint(error: OmegaConfBaseException) -> str:
+    """Return the nearest spelling of the key that an interpolation names; empty for none."""
+    if not isinstance(error, InterpolationKeyError):
+        return ""
+    named = re.search(r"'(.*)'", str(error))
+    return "" if named is None else key_hint(named[1])

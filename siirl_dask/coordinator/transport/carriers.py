@@ -315,9 +315,8 @@ class NetworkCarrier(CommCarrier):
 
 
 class HostCarrier(CommCarrier):
-    """Carries requests between processes of one host, in half of the time of a message over tcp:
-    shared memory moves rows in a few milliseconds, and the messages about them must not take as
-    long again.
+    """Carries requests between processes of one host over Unix sockets: the kernel says of which
+    user a peer is, and whether its process still runs.
 
     ``members`` is {name: Dask address}. A member of another host is not reached: no socket of its
     name is there.

@@ -16,7 +16,7 @@ START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 _IMPORTED = [
     "siirl_dask.worker.process._hide",
     "siirl_dask.nodes",
-    "siirl_dask.rollout.transformers_engine",
+    "siirl_dask.rollout.transformers_engine.engine",
     "siirl_dask.training.files.checkpoint",
     "siirl_dask.training.parallel.fsdp",
     "siirl_dask.worker.dag_worker",

@@ -13,6 +13,7 @@ from siirl_dask.comms.access import NetworkAccess
 from siirl_dask.comms.proofs import NONCE_BYTES, Side, new_secret, proof_of
 from siirl_dask.comms.sockets import Scheme
 from siirl_dask.coordinator.transport.carriers import HostCarrier, NetworkCarrier, socket_name
+from siirl_dask.coordinator.transport.messages import Reply
 from siirl_dask.testing.carriers import RUN
 
 SECRET = new_secret()
@@ -93,6 +94,10 @@ MALFORMED = st.binary(max_size=64) | st.builds(
 """Random bytes, and messages of which something is not as it says."""
 
 
+async def fine(request):
+    return Reply({"fine": 1})
+
+
 async def nobody(request):
     raise AssertionError("nobody asks a")
 
@@ -128,3 +133,15 @@ async def between_hosts(handler, network=TCP):
         for each in carriers:
             await each.close()
         await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def peer_that(speaks):
+    """A worker's carrier, whose peer "b" is ``speaks(reader, writer)``."""
+    server = await asyncio.start_server(speaks, "127.0.0.1")
+    async with between_hosts(fine) as (here, *_):
+        here.meet({"b": server.sockets[0].getsockname()[1]})
+        try:
+            yield here
+        finally:
+            server.close()

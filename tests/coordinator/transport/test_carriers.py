@@ -31,18 +31,16 @@ from tests.coordinator.transport.comm_carriers import (
     TCP,
     TLS,
     between_hosts,
+    fine,
     introduce,
     links,
     nobody,
     on_host,
+    peer_that,
 )
 
 needs_sockets = pytest.mark.skipif(not shared_memory_domain(), reason="abstract sockets need Linux")
 ASKED = Request(Op.SUBTREE_STATISTICS, KEY)
-
-
-async def fine(request):
-    return Reply({"fine": 1})
 
 
 def asker(members=MEMBERS, timeout=60):
@@ -286,18 +284,6 @@ def test_a_worker_listens_on_one_interface_and_is_asked_at_its_contact_address(
             return await listen_as(worker)
 
     assert asyncio.run(work()) == (f"rows+tcp://{contact}:PORT", listens_on)
-
-
-@asynccontextmanager
-async def peer_that(speaks):
-    """A worker's carrier, whose peer "b" is ``speaks(reader, writer)``."""
-    server = await asyncio.start_server(speaks, "127.0.0.1")
-    async with between_hosts(fine) as (here, *_):
-        here.meet({"b": server.sockets[0].getsockname()[1]})
-        try:
-            yield here
-        finally:
-            server.close()
 
 
 def test_a_connection_that_is_lost_before_its_request_is_opened_again():

@@ -32,10 +32,12 @@ from tests.coordinator.transport.comm_carriers import (
     SECRET,
     TCP,
     between_hosts,
+    fine,
     greeting,
     introduce,
     links,
     next_head,
+    peer_that,
 )
 
 ASKED = Request(Op.STORE, KEY)
@@ -57,10 +59,6 @@ def pickle(tmp_path):
     return ToPickle(Command(f"touch {tmp_path}/ran"))
 
 
-async def fine(request):
-    return Reply({"fine": 1})
-
-
 @asynccontextmanager
 async def asker_of(answer):
     """A worker's carrier; ``answer(reader, writer)`` speaks in the place of its peer "b", once both
@@ -71,13 +69,8 @@ async def asker_of(answer):
         await introduce(reader, writer, Side.ANSWERS)
         await answer(reader, writer)
 
-    server = await asyncio.start_server(greet, "127.0.0.1")
-    async with between_hosts(fine) as (here, *_):
-        here.meet({"b": server.sockets[0].getsockname()[1]})
-        try:
-            yield here
-        finally:
-            server.close()
+    async with peer_that(greet) as here:
+        yield here
 
 
 def test_a_handshake_that_dask_would_unpickle_runs_nothing_in_the_asker(pickle, tmp_path):

@@ -13,8 +13,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from siirl_dask.config import Sampler
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.rotary import has_pinned_frequencies
-from siirl_dask.rollout.decoding import Choose, padded, rounding, trial_rows
 from siirl_dask.rollout.specs import alternatives
+from siirl_dask.rollout.transformers_engine.decoding import Choose, padded, rounding, trial_rows
 
 
 @torch.inference_mode()

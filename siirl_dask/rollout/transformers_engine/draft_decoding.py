@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from siirl_dask.rollout.decoding import ENDED, Decoder, on_host
-from siirl_dask.rollout.draft_cache import DraftCache
-from siirl_dask.rollout.drafts import BatchDrafts
 from siirl_dask.rollout.engine import RowPasses
+from siirl_dask.rollout.transformers_engine.decoding import ENDED, Decoder, on_host
+from siirl_dask.rollout.transformers_engine.draft_cache import DraftCache
+from siirl_dask.rollout.transformers_engine.drafts import BatchDrafts
 
 ChooseAt = Callable[[Tensor, NDArray[np.intp], NDArray[np.intp]], tuple[Tensor, Tensor]]
 """``(logits [n, V] float32, rows [n], places [n])`` gives tokens and log-probs, [n] each, of rows

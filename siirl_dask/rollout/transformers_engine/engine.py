@@ -24,10 +24,6 @@ from siirl_dask.models.loading import load_pretrained, model_class, refused_by_n
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.routing import Routing
 from siirl_dask.rollout.base_weights import BaseWeights, MergesAdapters
-from siirl_dask.rollout.decode_graphs import decode_graphs
-from siirl_dask.rollout.decoding import decode, use_decoding
-from siirl_dask.rollout.draft_decoding import ChooseAt, decode_with_drafts
-from siirl_dask.rollout.drafts import BatchDrafts, EarlierResponses
 from siirl_dask.rollout.engine import (
     FinishReason,
     Generation,
@@ -41,12 +37,16 @@ from siirl_dask.rollout.engine import (
     serve_all,
 )
 from siirl_dask.rollout.image_prompts import PromptImageReader
-from siirl_dask.rollout.plain_generate import check_generate, generate
-from siirl_dask.rollout.route_recording import RouteRecorder
-from siirl_dask.rollout.row_states import row_states
 from siirl_dask.rollout.specs import alternatives
 from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
+from siirl_dask.rollout.transformers_engine.decode_graphs import decode_graphs
+from siirl_dask.rollout.transformers_engine.decoding import decode, use_decoding
+from siirl_dask.rollout.transformers_engine.draft_decoding import ChooseAt, decode_with_drafts
+from siirl_dask.rollout.transformers_engine.drafts import BatchDrafts, EarlierResponses
+from siirl_dask.rollout.transformers_engine.plain_generate import check_generate, generate
+from siirl_dask.rollout.transformers_engine.route_recording import RouteRecorder
+from siirl_dask.rollout.transformers_engine.row_states import row_states
 from siirl_dask.rollout.weight_loading import WeightLoader
 
 _WIDENED = 2**22  # most elements of a head that are in float32 at once, where the model is not

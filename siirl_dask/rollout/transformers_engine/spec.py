@@ -40,7 +40,7 @@ def _check(role: EngineRole) -> Sequence[str]:
 
 def _build(inputs: EngineInputs) -> RolloutEngine:
     # imports torch and transformers
-    from siirl_dask.rollout.transformers_engine import TransformersEngine
+    from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 
     rollout: RolloutConfig = inputs.rollout
     routing = needed_routing(inputs.model.path) if rollout.router_replay else None

@@ -24,11 +24,16 @@ from siirl_dask.devices import accelerator
 from siirl_dask.models.head import head_output
 from siirl_dask.models.score_attention import attend_by_scores
 from siirl_dask.models.spans import EAGER, register_with_probe, trial_length, window_of
-from siirl_dask.rollout.decode_graphs import DecodeGraphs, FixedCache, GraphDecoder, GraphRows
-from siirl_dask.rollout.draft_cache import DraftCache
 from siirl_dask.rollout.image_prompts import PromptImages, inputs_with_images
-from siirl_dask.rollout.route_recording import RouteRecorder
-from siirl_dask.rollout.row_states import row_states, state_arguments
+from siirl_dask.rollout.transformers_engine.decode_graphs import (
+    DecodeGraphs,
+    FixedCache,
+    GraphDecoder,
+    GraphRows,
+)
+from siirl_dask.rollout.transformers_engine.draft_cache import DraftCache
+from siirl_dask.rollout.transformers_engine.route_recording import RouteRecorder
+from siirl_dask.rollout.transformers_engine.row_states import row_states, state_arguments
 
 logger = logging.getLogger("siirl_dask.rollout")
 DECODING = "siirl_decoding"
