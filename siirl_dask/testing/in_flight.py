@@ -38,7 +38,9 @@ class ScriptedWeights:
     def arrived(self) -> bool:
         """Return whether the next weights are there."""
         self.asked += 1
-        return bool(self.updates) and self.asked >= self.updates[0][0]
+        if not self.updates:
+            return False
+        return self.asked >= self.updates[0][0]
 
     def load(self) -> None:
         """Load them."""
@@ -144,7 +146,8 @@ def _served(
 
 def _part(sample: Generation, version: int) -> tuple[int, int]:
     """Return the place of the first token that ``version`` has sampled, and how many it has."""
-    versions = sample.versions or []
+    assert sample.versions is not None
+    versions = sample.versions
     count = versions.count(version)
     return (versions.index(version) if count else 0), count
 

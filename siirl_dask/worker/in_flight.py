@@ -31,9 +31,9 @@ class BackgroundPulls:
     """
 
     _pulled: dict[tuple[int, str], Pulled] = field(default_factory=dict)
-    """By sequence number of the iteration and name of the edge."""
+    """Keys are the sequence number of an iteration and the name of an edge."""
     _ran: set[tuple[int, tuple[str, ...]]] = field(default_factory=set)
-    """Sequence numbers of iterations and names of nodes."""
+    """Elements are the sequence number of an iteration and names of nodes."""
 
     def begin(self, iteration: Iteration, edge: Edge, pull: Callable[[], Pulled]) -> None:
         """Begin to pull the rows of an edge, unless they are on their way."""

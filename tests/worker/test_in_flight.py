@@ -29,7 +29,7 @@ WORKERS = ("w0", "w1", "w2")
 
 
 def build(device, rank):
-    """What a role's object got, in order: the steps of weights, and "sampled N"."""
+    """Return a list of what the role's object gets: the steps of weights, and "sampled N"."""
     return []
 
 
