@@ -115,14 +115,14 @@ def why_no_broadcast(
     giver = source.node
     taker = target.node
     both = [worker for worker in placed[giver.role] if worker in placed[taker.role]]
-    if not handle_tensors(giver, taker):
-        functions = " and ".join(short_name(node.fn) for node in (giver, taker))
-        return f"{functions} do not both handle tensors (@columns(stream=...))"
     if taken_in_flight(stages, taker):
         return (
             f"each worker of role {taker.role!r} loads them when they have arrived, while it "
             "generates (rollout.in_flight)"
         )
+    if not handle_tensors(giver, taker):
+        functions = " and ".join(short_name(node.fn) for node in (giver, taker))
+        return f"{functions} do not both handle tensors (@columns(stream=...))"
     if taker.lag and streams.get(giver.name) != taker.name and _fit(giver, taker):
         return (
             f"node {taker.name!r} is {steps_behind(taker.lag)} (rollout.max_staleness), and its "
