@@ -60,6 +60,8 @@ class InFlightTests:
 
     tolerance: float
     """Largest difference of log-probs from a plain forward pass in float32."""
+    takes_weights_in_flight = True
+    """Whether an engine with ``serve_in_flight`` is asked to use it; a rank of several is not."""
 
     def test_rows_go_on_under_new_weights_as_continued_ones(
         self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
@@ -67,7 +69,7 @@ class InFlightTests:
         """Tokens and log-probs to the bit: the same rows are continued together."""
         models = {0: model, 7: other_model, 8: model}
         requests = _requests(16)
-        found = _served(engine, models, LocalQueue(requests))
+        found = self._served(engine, models, LocalQueue(requests))
         assert engine.version == 8
         spans = {tuple(dict.fromkeys(sample.versions or ())) for sample in found}
         assert {(0,), (0, 7), (0, 7, 8)} <= spans
@@ -92,7 +94,7 @@ class InFlightTests:
     ) -> None:
         models = {0: model, 7: other_model, 8: model}
         requests = _requests(24)
-        found = _served(engine, models, _FewAtATime(requests))
+        found = self._served(engine, models, _FewAtATime(requests))
         assert (found[0].versions or [])[:2] == [0, 0]
         assert 0 not in (found[-1].versions or [0])
         for version, weights in models.items():
@@ -116,32 +118,32 @@ class InFlightTests:
         requests = _requests(6)
         queue = LocalQueue[GenerationRequest, Generation](requests)
         engine.serve(queue)
-        found = _served(engine, {}, LocalQueue(requests), updates=())
+        found = self._served(engine, {}, LocalQueue(requests), updates=())
         plain = [replace(sample, versions=None) for sample in found]
         assert plain == queue.results()
         assert {version for sample in found for version in sample.versions or ()} == {0}
 
-
-def _served(
-    engine: RolloutEngine,
-    models: Mapping[int, PreTrainedModel],
-    queue: Any,
-    updates: Sequence[tuple[int, int]] = _UPDATES,
-) -> list[Generation]:
-    """Return what an engine samples while weights arrive, its versions in order. Skips the test of
-    one that takes none.
-    """
-    if not isinstance(engine, LoadsInFlight):
-        pytest.skip("it takes new weights between its calls alone")
-    weights = ScriptedWeights(engine, models, [*updates])
-    engine.serve_in_flight(queue, weights)
-    assert not weights.updates
-    found: list[Generation] = queue.results()
-    for sample in found:
-        assert sample.versions is not None
-        assert len(sample.versions) == len(sample.logprobs) == len(sample.token_ids)
-        assert sample.versions == sorted(sample.versions)
-    return found
+    def _served(
+        self,
+        engine: RolloutEngine,
+        models: Mapping[int, PreTrainedModel],
+        queue: Any,
+        updates: Sequence[tuple[int, int]] = _UPDATES,
+    ) -> list[Generation]:
+        """Return what an engine samples while weights arrive, its versions in order. Skips the test
+        of one that takes none.
+        """
+        if not self.takes_weights_in_flight or not isinstance(engine, LoadsInFlight):
+            pytest.skip("it takes new weights between its calls alone")
+        weights = ScriptedWeights(engine, models, [*updates])
+        engine.serve_in_flight(queue, weights)
+        assert not weights.updates
+        found: list[Generation] = queue.results()
+        for sample in found:
+            assert sample.versions is not None
+            assert len(sample.versions) == len(sample.logprobs) == len(sample.token_ids)
+            assert sample.versions == sorted(sample.versions)
+        return found
 
 
 def _part(sample: Generation, version: int) -> tuple[int, int]:
