@@ -11,7 +11,14 @@ from siirl_dask.config.checks import parse_bytes, parse_ports
 from siirl_dask.config.cluster import Affinity, ClusterConfig, DevicePreference
 from siirl_dask.config.data import DataConfig, DataSource, Durability, StorageConfig, TransportMode
 from siirl_dask.config.endpoint import EndpointConfig
-from siirl_dask.config.engines import Engine, Sampler, SglangConfig, VllmConfig, changed_options
+from siirl_dask.config.engines import (
+    Engine,
+    Sampler,
+    ServerConfig,
+    SglangConfig,
+    VllmConfig,
+    changed_options,
+)
 from siirl_dask.config.environments import EnvironmentsConfig, OnToolError
 from siirl_dask.config.images import ImagesConfig
 from siirl_dask.config.megatron import MegatronConfig
@@ -76,6 +83,7 @@ __all__ = [
     "RunConfig",
     "Sampler",
     "Schedule",
+    "ServerConfig",
     "SglangConfig",
     "StorageConfig",
     "TrainerConfig",

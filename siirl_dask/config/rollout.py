@@ -8,7 +8,14 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from siirl_dask.config.checks import above, absolute, at_least, parse_bytes
-from siirl_dask.config.engines import Engine, Sampler, SglangConfig, VllmConfig, changed_options
+from siirl_dask.config.engines import (
+    Engine,
+    Sampler,
+    ServerConfig,
+    SglangConfig,
+    VllmConfig,
+    changed_options,
+)
 from siirl_dask.errors import ConfigError, did_you_mean
 
 _OF_RENDERING = (
@@ -109,9 +116,9 @@ class RolloutConfig:
     """``rollout``: sampling of responses, and the engine that generates them."""
 
     engine: str = "auto"
-    """Engine that generates: ``vllm``, ``sglang``, ``transformers``; ``auto``, which is vLLM if it
-    is installed, else transformers; or ``module:NAME`` or ``file.py:NAME`` of an ``EngineSpec`` of
-    your own."""
+    """Engine that generates: ``vllm``, ``sglang``, ``transformers``; ``server``, for servers that
+    are there already; ``auto``, which is vLLM if it is installed, else transformers; or
+    ``module:NAME`` or ``file.py:NAME`` of an ``EngineSpec`` of your own."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Options of an engine of your own, as its spec describes them, such as ``{rows: 8}``."""
     n: int = 8
@@ -178,6 +185,8 @@ class RolloutConfig:
     """Options that only vLLM reads."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """Options that only SGLang reads."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """Servers that generate, for ``engine: server``."""
 
     @property
     def n_and_greedy(self) -> int:
@@ -259,6 +268,7 @@ class RolloutConfig:
             self._check_own_engine()
         size = self.tensor_parallel_size
         self._check_sglang()
+        self._check_server()
         if self.engine != Engine.transformers:
             return
         if size > 1:
@@ -345,6 +355,36 @@ class RolloutConfig:
         for option, reason in refused.items():
             if reason:
                 raise ConfigError(f"rollout.engine=sglang with rollout.{option}: {reason}")
+
+    def _check_server(self) -> None:
+        """Raise ConfigError for options of servers with another engine, and for what servers lack
+        or cannot do.
+        """
+        others = changed_options("rollout.server", self.server)
+        if self.engine != Engine.server:
+            if others:
+                shown = ", ".join(f"{name}={value}" for name, value in others.items())
+                raise ConfigError(
+                    f"{shown}: servers alone read this, and rollout.engine is {self.engine}; give "
+                    "rollout.engine=server, or leave it out"
+                )
+            return
+        if not self.server.urls:
+            raise ConfigError(
+                "rollout.engine=server: rollout.server.urls is empty; expected the servers' "
+                "addresses, as in rollout.server.urls=[http://10.0.0.7:8000]"
+            )
+        if self.server.weights_folder is None:
+            raise ConfigError(
+                "rollout.engine=server: rollout.server.weights_folder is not set; expected a folder "
+                "that workers and servers see under the same path, through which new weights go"
+            )
+        if unread := changed_options("rollout.vllm", self.vllm):
+            shown = ", ".join(f"{name}={value}" for name, value in unread.items())
+            raise ConfigError(
+                f"{shown}: rollout.engine=server does not start vLLM; give it to the server's own "
+                "command line, and leave it out here"
+            )
 
     def _check_replay(self) -> None:
         refused = {

@@ -53,15 +53,17 @@ from vllm.distributed.parallel_state import (  # noqa: E402
 from siirl_dask.rollout.vllm_engine.adapter_layers import Slots  # noqa: E402
 from siirl_dask.rollout.vllm_engine.image_prompts import check_read, image_arguments, prompt_of  # noqa: E402
 from siirl_dask.rollout.vllm_engine.releases import cache_usage, reload_weights, use_logprobs_mode  # noqa: E402
-from siirl_dask.rollout.vllm_engine.reloading import NewWeights, nothing_left_out  # noqa: E402
+from siirl_dask.rollout.vllm_engine.reloading import (  # noqa: E402
+    NewWeights,
+    layers_with_weights,
+    nothing_left_out,
+    pack_for_cpu,
+)
 from siirl_dask.rollout.vllm_engine.routes import VllmRoutes  # noqa: E402
+from siirl_dask.rollout.vllm_engine.row_parameters import logprobs_mode  # noqa: E402
 from siirl_dask.rollout.vllm_engine.settings import given_options, llm_arguments  # noqa: E402
 from siirl_dask.rollout.vllm_engine.sleeping import FREES_WEIGHTS, KEEPS_WEIGHTS, VllmSleep  # noqa: E402
-from siirl_dask.rollout.vllm_engine.token_choice import (  # noqa: E402
-    logprobs_mode,
-    request_params,
-    token_logprobs,
-)
+from siirl_dask.rollout.vllm_engine.token_choice import request_params, token_logprobs  # noqa: E402
 
 logger = logging.getLogger("siirl_dask.rollout")
 
@@ -185,13 +187,13 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._sleep.wake_weights()
         with self._replacement.to(version):
             with self._eager(), vllm_process.untouched():
-                with nothing_left_out(self._llm):
+                with nothing_left_out(self._layers_with_weights):
                     self._llm.collective_rpc(
                         reload_weights, kwargs={"weights_iterator": iter(weights)}
                     )
                 self._llm.apply_model(weights.copy_sinks)
                 if self._on_cpu:
-                    self._llm.apply_model(_pack)
+                    self._llm.apply_model(pack_for_cpu)
             self._forget_prompts()
             self._sleep.loaded()
         self._slots.chosen = None
@@ -210,6 +212,10 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
             self._forget_prompts()
         self._slots.choose(agent, given)
         self.version = given.version
+
+    def _layers_with_weights(self) -> set[str]:
+        found: set[str] = self._llm.apply_model(layers_with_weights)[0]
+        return found
 
     def _forget_prompts(self) -> None:
         """Forget keys and values of prompts, and features of images, which other weights have
@@ -350,20 +356,6 @@ def _shut_down(llm: LLM, world: EngineWorld, on_cpu: bool) -> None:
     collections = vllm_process.no_collections() if on_cpu else nullcontext()
     with world.entered(), vllm_process.untouched(), collections:
         llm.llm_engine.engine_core.shutdown()
-
-
-def _pack(model: torch.nn.Module) -> None:
-    """Pack what vLLM packs for a CPU at the start, and not when it reloads: a tied head, which is a
-    packed copy of the embedding, and the experts of a mixture.
-    """
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
-        elif isinstance(module, RoutedExperts):
-            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _innermost(error: BaseException) -> str:

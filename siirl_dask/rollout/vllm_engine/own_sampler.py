@@ -6,7 +6,7 @@ reports them before the temperature, or after everything, one of them for all re
 
 from __future__ import annotations
 
-from siirl_dask.config import RolloutConfig
+from siirl_dask.config import RolloutConfig, ValidationConfig
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout.engine import Sampling
 
@@ -43,3 +43,21 @@ def check_vllm_sampling(mode: str, sampling: Sampling, keys: str) -> None:
         f"top_p={sampling.top_p}, top_k={sampling.top_k}, min_p={sampling.min_p}, and vLLM reports "
         f"log-probs {reported}: expected {expected}; or take rollout.sampler=exact"
     )
+
+
+def check_samplings(rollout: RolloutConfig, validation: ValidationConfig) -> None:
+    """Raise ConfigError for sampling of a run whose log-probs vLLM's own sampler does not report."""
+    mode = vllm_logprobs_mode(rollout)
+    way = Sampling(
+        max_tokens=1,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+    )
+    check_vllm_sampling(mode, way, "rollout")
+    temperature = (
+        validation.temperature if validation.temperature is not None else float(validation.n > 1)
+    )
+    way = Sampling(max_tokens=1, temperature=temperature, top_p=validation.top_p)
+    check_vllm_sampling(mode, way, "validation")

@@ -11,11 +11,10 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
-from vllm import LLM
 from vllm.distributed import get_tensor_model_parallel_rank
 
 _OF_ALL_EXPERTS = re.compile(
@@ -63,9 +62,11 @@ class NewWeights:
 
 
 @contextmanager
-def nothing_left_out(llm: LLM) -> Iterator[None]:
+def nothing_left_out(with_weights: Callable[[], set[str]]) -> Iterator[None]:
     """Raise RuntimeError, by name, where vLLM leaves weights of the model as they were: it only
     warns.
+
+    ``with_weights`` returns ``layers_with_weights`` of the model.
     """
     layers: set[str] = set()
     weights: set[str] = set()
@@ -90,8 +91,7 @@ def nothing_left_out(llm: LLM) -> Iterator[None]:
         for logger, level in zip(loggers, levels, strict=True):
             logger.removeFilter(note)
             logger.setLevel(level)
-    with_weights: set[str] = llm.apply_model(_layers_with_weights)[0]
-    left_out = (layers & with_weights) | {
+    left_out = (layers & with_weights()) | {
         name for name in weights if not name.endswith(f".{_SINKS}")
     }
     if left_out:
@@ -100,7 +100,7 @@ def nothing_left_out(llm: LLM) -> Iterator[None]:
         )
 
 
-def _layers_with_weights(model: nn.Module) -> set[str]:
+def layers_with_weights(model: nn.Module) -> set[str]:
     """Return the classes of layers with parameters of their own, other than sinks. A tied head has
     the embedding's, and buffers follow from the config.
     """
@@ -117,3 +117,17 @@ def _layers_with_weights(model: nn.Module) -> set[str]:
         if own:
             found.add(type(layer).__name__)
     return found
+
+
+def pack_for_cpu(model: nn.Module) -> None:
+    """Pack what vLLM packs for a CPU at the start, and not when it reloads: a tied head, which is a
+    packed copy of the embedding, and the experts of a mixture.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+        elif isinstance(module, RoutedExperts):
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
