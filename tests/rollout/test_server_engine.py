@@ -64,7 +64,7 @@ class TestServerEngine(EngineTests):
 
 
 def test_rows_are_those_of_vllm_in_this_process_to_the_bit(served_model, pair, tmp_path):
-    """By both samplers' parameters and after an update; on two servers, each of which has some."""
+    """They stay so after an update, and on two servers, each of which has some of them."""
     requests = [
         GenerationRequest([*prompt, row], 100 + row, Sampling(max_tokens=24), begun=row % 2)
         for row, prompt in enumerate(PROMPTS * 4)

@@ -229,7 +229,7 @@ def http():
 
 
 def asked(http, *answers, patience=5.0):
-    """What one request to the server gives, which answers so."""
+    """Send one request to a server that answers so."""
     http.answers = list(answers)
     config = replace(SERVER, patience=patience)
 

@@ -75,11 +75,13 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
             Server(url, rollout.server, rollout.max_rows, self._progress) for url in own
         ]
         self._extended: dict[str, bool] = {}
-        with device.stage("servers are examined"):
-            facts = [self._run(server.examine()) for server in self._servers]
-        for server, found in zip(self._servers, facts, strict=True):
+        facts = []
+        for server in self._servers:
+            with device.stage(f"the server at {server.url} is asked what it is"):
+                found = self._run(server.examine())
             _check_server(server.url, found, model, self._mode)
             self._extended[server.url] = found.has_extension
+            facts.append(found)
         self.context_length: int | None = min(found.longest for found in facts)
         bucket = parse_bytes("rollout.weight_bucket", rollout.weight_bucket)
         self._weights = WeightFolder(shared, bucket)
