@@ -126,10 +126,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.rollout.max_staleness or self.rollout.partial:
             for algorithm in (self.algorithm, *(agent.algorithm for agent in self.agents.values())):
-                if algorithm.old_logprobs != ENGINES_LOGPROBS:
-                    algorithm.correction = (
-                        algorithm.correction or "siirl_dask.algorithms:truncated_is"
-                    )
+                if algorithm.old_logprobs != ENGINES_LOGPROBS and not algorithm.correction:
+                    algorithm.correction = "siirl_dask.algorithms:truncated_is"
         if self.algorithm.minibatches > self.data.batch_size:
             raise ConfigError(
                 f"algorithm.minibatches={self.algorithm.minibatches}: expected at most "
