@@ -34,7 +34,7 @@ LIMITS = {
     "config": (0, 0, 0, 0, 0, 0),
     "context": (0, 0, 0, 0, 0, 0),
     "coordinator": (0, 0, 0, 5, 3, 0),
-    "datasets": (0, 0, 0, 9, 0, 0),
+    "datasets": (0, 0, 0, 0, 0, 0),
     "devices": (0, 0, 0, 6, 1, 1),
     "driver": (0, 0, 0, 1, 0, 0),
     "environments": (0, 0, 0, 16, 8, 0),
