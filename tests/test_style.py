@@ -37,7 +37,7 @@ LIMITS = {
     "datasets": (0, 0, 0, 0, 0, 0),
     "devices": (0, 0, 0, 6, 1, 1),
     "driver": (0, 0, 0, 1, 0, 0),
-    "environments": (0, 0, 0, 16, 8, 0),
+    "environments": (0, 0, 0, 0, 4, 0),
     "images": (0, 0, 0, 4, 2, 0),
     "models": (0, 0, 0, 10, 1, 0),
     "nodes": (0, 0, 0, 0, 0, 0),
