@@ -35,7 +35,7 @@ LIMITS = {
     "context": (0, 0, 0, 0, 0, 0),
     "coordinator": (0, 0, 0, 5, 3, 0),
     "datasets": (0, 0, 0, 0, 0, 0),
-    "devices": (0, 0, 0, 6, 1, 1),
+    "devices": (0, 0, 0, 0, 0, 1),
     "driver": (0, 0, 0, 1, 0, 0),
     "environments": (0, 0, 0, 0, 4, 0),
     "images": (0, 0, 0, 4, 2, 0),
