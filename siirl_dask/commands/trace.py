@@ -148,9 +148,9 @@ def _worker_rows(found: Bottleneck) -> list[tuple[str, ...]]:
     rows = []
     for worker in found.workers[:_WORKERS]:
         shares = (
-            worker.share(Lane.COMPUTE),
+            worker.share([Lane.COMPUTE]),
             moving_share(worker),
-            worker.share(Lane.WAIT),
+            worker.share([Lane.WAIT]),
             1 - worker.explained,
         )
         received = f"{worker.received / found.steps / 1e6:,.2f} MB"
