@@ -53,7 +53,7 @@ LIMITS = {
     "tasks": (1, 0, 0, 0, 0, 0),
     "testing": (0, 0, 0, 3, 13, 7),
     "training": (0, 0, 0, 39, 20, 7),
-    "views": (0, 0, 0, 5, 4, 0),
+    "views": (0, 0, 0, 0, 2, 0),
     "worker": (0, 0, 0, 0, 0, 0),
 }
 """Counts of each habit, by room: as many as there are. The modules outside rooms are the room
