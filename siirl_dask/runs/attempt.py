@@ -268,7 +268,9 @@ class RunStart:
         """Whether it said that it has ended, or its process has certainly gone; False where
         neither is known.
         """
-        return self.beat == _ENDED or self.holder.is_gone()
+        if self.beat == _ENDED:
+            return True
+        return self.holder.is_gone()
 
 
 def starts_of(url: str, most: int) -> list[RunStart]:

@@ -143,7 +143,9 @@ def _attempts(url: str, files: Mapping[str, int]) -> list[RunFinding]:
                     name, PartState.DAMAGED, f"it does not say who trained the run: {error}", remedy
                 )
             )
-    return findings or [RunFinding(ATTEMPTS, PartState.WHOLE, counted(len(numbers), "start"))]
+    if findings:
+        return findings
+    return [RunFinding(ATTEMPTS, PartState.WHOLE, counted(len(numbers), "start"))]
 
 
 def _steps_of_summary(url: str, files: Mapping[str, int]) -> int:
