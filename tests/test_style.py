@@ -29,7 +29,7 @@ a ternary; ``x = a or b`` and ``return a and b``; a call with ``*name``; and one
 positional arguments."""
 LIMITS = {
     "algorithms": (0, 0, 0, 0, 1, 0),
-    "commands": (0, 0, 0, 13, 15, 1),
+    "commands": (0, 0, 0, 0, 0, 0),
     "comms": (0, 0, 0, 0, 0, 0),
     "config": (0, 0, 0, 0, 0, 0),
     "context": (0, 0, 0, 0, 0, 0),
