@@ -36,7 +36,7 @@ LIMITS = {
     "coordinator": (0, 0, 0, 5, 3, 0),
     "datasets": (0, 0, 0, 0, 0, 0),
     "devices": (0, 0, 0, 0, 0, 1),
-    "driver": (0, 0, 0, 1, 0, 0),
+    "driver": (0, 0, 0, 0, 0, 0),
     "environments": (0, 0, 0, 0, 4, 0),
     "images": (0, 0, 0, 0, 0, 0),
     "models": (0, 0, 0, 10, 1, 0),
