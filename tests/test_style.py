@@ -49,7 +49,7 @@ LIMITS = {
     "runs": (0, 0, 0, 0, 0, 0),
     "scheduler": (0, 0, 0, 0, 0, 0),
     "siirl_dask": (0, 0, 0, 10, 1, 3),
-    "siirl_storage": (0, 0, 0, 8, 11, 1),
+    "siirl_storage": (0, 0, 0, 0, 10, 0),
     "tasks": (0, 0, 0, 0, 0, 0),
     "testing": (0, 0, 0, 3, 13, 7),
     "training": (0, 0, 0, 39, 20, 7),
