@@ -33,7 +33,7 @@ LIMITS = {
     "comms": (0, 0, 0, 0, 0, 0),
     "config": (0, 0, 0, 0, 0, 0),
     "context": (0, 0, 0, 0, 0, 0),
-    "coordinator": (0, 0, 0, 5, 3, 0),
+    "coordinator": (0, 0, 0, 0, 3, 0),
     "datasets": (0, 0, 0, 0, 0, 0),
     "devices": (0, 0, 0, 0, 0, 1),
     "driver": (0, 0, 0, 0, 0, 0),
