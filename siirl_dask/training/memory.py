@@ -98,7 +98,9 @@ class ModelOnWorkers:
     @property
     def head_learns(self) -> bool:
         """Whether the head has a gradient."""
-        return self.learns and self.scores and not self.adapters
+        if not self.learns or not self.scores:
+            return False
+        return not self.adapters
 
 
 def logits_rows(tokens: int, hidden: int, vocabulary: int, *, on_cpu: bool) -> int:

@@ -55,7 +55,7 @@ class Reference(HoldsNoGroups):
             trainer=trainer,
             routing=routing,
         )
-        self._network = network or backend.network(make).requires_grad_(False)
+        self._network = backend.network(make).requires_grad_(False) if network is None else network
         if park:
             make_parkable(self._network.parameters())
         self._memory = ModelMemory(self._network.parameters(), None, park=park)

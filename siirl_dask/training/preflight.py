@@ -406,7 +406,9 @@ def _is_matrix(name: str, shape: Sequence[int], of_tower: bool) -> bool:
         return False
     if len(shape) == 2 and not name.endswith(".weight"):
         return False
-    return len(shape) in (2, 3) and min(shape[-2:]) > 1
+    if len(shape) not in (2, 3):
+        return False
+    return min(shape[-2:]) > 1
 
 
 def _share(total: int, trainer: TrainerConfig, workers: int) -> int:
