@@ -64,9 +64,10 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
             self._engine, ending = _start(model, rollout, device)
         self._finish = weakref.finalize(self, ending)  # also where nobody calls close()
         self.context_length: int | None = int(self._engine.get_server_info()["max_req_input_len"])
-        able = rollout.sglang.sleep and device.kind is not DeviceKind.CPU
         self._sleep = SglangSleep(
-            self._engine, partial(accelerator.free_cache, device.kind), able=able
+            self._engine,
+            partial(accelerator.free_cache, device.kind),
+            able=rollout.sglang.sleep and device.kind is not DeviceKind.CPU,
         )
         self._numbers = count()
         self._replacement = Replacement("SGLang")
