@@ -18,7 +18,7 @@ from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.routing import Routing
 from siirl_dask.training.learner import Learner, in_turn, loss_inputs, select_tokens
-from siirl_dask.training.model.network import PolicyNetwork
+from siirl_dask.training.model.heads import PolicyNetwork
 from siirl_dask.training.model.replay import with_routes
 from siirl_dask.training.model.shared_base import AgentNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights

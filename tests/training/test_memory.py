@@ -27,9 +27,9 @@ from siirl_dask.training.memory import (
     layer_bytes,
     working_bytes,
 )
+from siirl_dask.training.model.heads import PolicyNetwork
 from siirl_dask.training.model.layers import recompute
 from siirl_dask.training.model.logprobs import token_logprobs
-from siirl_dask.training.model.network import PolicyNetwork
 from siirl_dask.training.packing import micro_batches
 from siirl_dask.training.preflight import count_adapters
 from siirl_dask.training.remedies import with_remedies
