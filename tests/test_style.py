@@ -57,7 +57,12 @@ LIMITS = {
     "worker": (0, 0, 0, 0, 0, 0),
 }
 """Counts of each habit, by room: as many as there are. The modules outside rooms are the room
-``siirl_dask``."""
+``siirl_dask``.
+
+Most calls with ``*name`` that are left pass on the arguments of a wrapper's own caller, turn rows
+into columns (``zip(*rows)``), or call what takes its items one by one: ``asyncio.gather``, rows of
+rich's tables, command lines. Six positional arguments that are left are those of programs, of the C
+library and of kernels."""
 CONDITIONS = (ast.If, ast.While)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
