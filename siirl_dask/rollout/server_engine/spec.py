@@ -17,7 +17,7 @@ from siirl_dask.rollout.specs import (
     alternatives,
 )
 from siirl_dask.rollout.vllm_engine.other_logprobs import check_logprobs_of_vllm
-from siirl_dask.rollout.vllm_engine.own_sampler import check_samplings
+from siirl_dask.rollout.vllm_engine.row_parameters import check_samplings
 
 _NAME = "server"
 

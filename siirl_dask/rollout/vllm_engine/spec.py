@@ -36,7 +36,7 @@ from siirl_dask.rollout.vllm_engine.memory import (
     rows_in_batch,
 )
 from siirl_dask.rollout.vllm_engine.other_logprobs import check_logprobs_of_vllm
-from siirl_dask.rollout.vllm_engine.own_sampler import check_samplings
+from siirl_dask.rollout.vllm_engine.row_parameters import check_samplings
 
 _VOCABULARY_MULTIPLE = 64  # vLLM pads a vocabulary to a multiple of this
 _FORGETS = 2  # ``rollout.vllm.sleep_level``
