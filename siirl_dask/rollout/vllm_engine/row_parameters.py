@@ -17,7 +17,6 @@ import numpy as np
 from siirl_dask.config import RolloutConfig, Sampler, ValidationConfig
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout.engine import Sampling
-from siirl_dask.rollout.token_sampling import as_seed, random_bits
 
 EXACT = "processed_logits"
 """vLLM's ``logprobs_mode`` with TokenSampler: it reports the logit that
@@ -43,6 +42,8 @@ def row_parameters(
     ``mode`` is the engine's ``logprobs_mode``. ConfigError for sampling whose log-probs it does not
     report.
     """
+    from siirl_dask.rollout.token_sampling import as_seed, random_bits  # imports torch
+
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "stop_token_ids": [*end_tokens, *sampling.stop_token_ids],
