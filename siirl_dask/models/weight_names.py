@@ -149,17 +149,23 @@ def _renamed(
 
 class FileNames:
     """Turns parameters of a model into the weights that its files have, as ``save_pretrained``
-    does, one after the
-    other: names that differ, and experts apart that are one parameter.
+    does, one after the other: names that differ, and experts apart that are one parameter.
+
+    Where the names of a folder's files are known, those count: the text of an image-text model,
+    which is a model of its own to transformers, is called ``model.language_model.*`` there, and
+    experts that are one tensor there stay one.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """The model may be without memory, and is not kept alive."""
+    def __init__(self, model: PreTrainedModel, in_files: Iterable[str] = ()) -> None:
+        """The model may be without memory, and is not kept alive. ``in_files`` are the names in
+        the folder's files; none: they are not known.
+        """
+        self._there = frozenset(in_files)
         changes = get_model_conversion_mapping(model, add_legacy=False)
         changes = [
             change.reverse_transform()
             for change in reversed(changes)
-            if not isinstance(change, PrefixChange)
+            if not isinstance(change, PrefixChange) or _removes_prefix(change, self._there)
         ]
         self._renamings, self._converters = _by_kind(changes)
         self._by_pattern = {
@@ -178,8 +184,9 @@ class FileNames:
             renamed, pattern = rename_source_key(
                 name, self._renamings, self._converters, reverse=True
             )
-            if pattern is None:
-                yield renamed, tensor
+            whole, _ = rename_source_key(name, self._renamings, [], reverse=True)
+            if pattern is None or (whole != renamed and whole in self._there):
+                yield whole, tensor
                 continue
             converter = waiting.setdefault(renamed, deepcopy(self._by_pattern[pattern]))
             converter.add_tensor(renamed, name, pattern, cast(Any, tensor))
@@ -191,6 +198,13 @@ class FileNames:
     def _converted(self, converter: WeightConverter, renamed: str) -> Iterator[tuple[str, Tensor]]:
         for name, made in converter.convert(renamed, config=self._config).items():
             yield name, made[0] if isinstance(made, list) else made
+
+
+def _removes_prefix(change: PrefixChange, in_files: Iterable[str]) -> bool:
+    """Return whether a change takes a prefix away that names in files have."""
+    if change.prefix_to_remove is None:
+        return False
+    return any(change.rename_source_key(name)[1] is not None for name in in_files)
 
 
 def _by_kind(

@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 
 from siirl_dask.config import Dtype
 from siirl_dask.errors import ConfigError
+from siirl_dask.rollout.weight_loading import WeightLoader
 from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_model, tiny_tokenizer
 from siirl_dask.training.files.hugging_face import weight_buffers, write_hugging_face
 from siirl_dask.training.files.verify import check_export
@@ -99,9 +100,9 @@ def test_every_family_comes_back_with_the_bases_names_and_buffers(family, tmp_pa
     assert bool(buffers) is (family in ("gemma4", "glm4_moe", "deepseek_v3"))
 
 
-def image_text_model(folder):
+def image_text_model(folder, kind="qwen3_5"):
     """An image-text model whose text transformers takes for a model of its own, as it takes
-    Qwen3.5's.
+    Qwen3.5's. The experts of a mixture are one tensor each in its files.
     """
     text = {
         "hidden_size": 32,
@@ -118,6 +119,9 @@ def image_text_model(folder):
     }
     text |= {f"linear_{part}_head_dim": 8 for part in ("key", "value")}
     text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    if kind == "qwen3_5_moe":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        text |= {"shared_expert_intermediate_size": 16}
     tower = {
         "depth": 2,
         "hidden_size": 32,
@@ -131,7 +135,7 @@ def image_text_model(folder):
         "temporal_patch_size": 2,
         "num_position_embeddings": 16,
     }
-    config = CONFIG_MAPPING["qwen3_5"](text_config=text, vision_config=tower, image_token_id=260)
+    config = CONFIG_MAPPING[kind](text_config=text, vision_config=tower, image_token_id=260)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(folder)
@@ -139,11 +143,12 @@ def image_text_model(folder):
     return model
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_the_text_of_an_image_text_model_is_exported_under_the_bases_names_with_the_bases_tower(
-    tmp_path,
+    tmp_path, kind
 ):
     base, out = tmp_path / "base", tmp_path / "out"
-    whole = image_text_model(base)
+    whole = image_text_model(base, kind)
     extra = {"mtp.head.weight": torch.ones(3, 2)}
     save_file(
         load_file(base / "model.safetensors") | extra, base / "model.safetensors", {"format": "pt"}
@@ -169,6 +174,18 @@ def test_the_text_of_an_image_text_model_is_exported_under_the_bases_names_with_
             if ".visual." not in name:
                 parameter.mul_(1.5)
         assert torch.equal(exported(TOKENS).logits, whole(TOKENS).logits)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_engines_get_the_text_of_an_image_text_model_under_the_bases_names(tmp_path, kind):
+    """vLLM goes by config.json, and builds the model of the files."""
+    image_text_model(tmp_path, kind)
+    text = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    sent = dict(WeightLoader.of_folder(str(tmp_path)).as_in_files(text.named_parameters()))
+    files = load_file(tmp_path / "model.safetensors")
+    assert sent.keys() == {name for name in files if not name.startswith("model.visual.")}
+    for name, tensor in sent.items():
+        assert torch.equal(tensor, files[name]), name
 
 
 def test_a_tower_that_is_not_the_bases_is_found_though_the_text_is_the_trained_one(tmp_path):
