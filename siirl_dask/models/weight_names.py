@@ -160,12 +160,13 @@ class FileNames:
         """The model may be without memory, and is not kept alive. ``in_files`` are the names in
         the folder's files; none: they are not known.
         """
-        self._there = frozenset(in_files)
+        there = tuple(in_files)
+        self._there = {own: name for name, own in parameter_names(model, there).items()}
         changes = get_model_conversion_mapping(model, add_legacy=False)
         changes = [
             change.reverse_transform()
             for change in reversed(changes)
-            if not isinstance(change, PrefixChange) or _removes_prefix(change, self._there)
+            if not isinstance(change, PrefixChange) or _removes_prefix(change, there)
         ]
         self._renamings, self._converters = _by_kind(changes)
         self._by_pattern = {
@@ -181,12 +182,14 @@ class FileNames:
         """
         waiting: dict[str, WeightConverter] = {}
         for name, tensor in parameters:
+            if name in self._there:
+                yield self._there[name], tensor
+                continue
             renamed, pattern = rename_source_key(
                 name, self._renamings, self._converters, reverse=True
             )
-            whole, _ = rename_source_key(name, self._renamings, [], reverse=True)
-            if pattern is None or (whole != renamed and whole in self._there):
-                yield whole, tensor
+            if pattern is None:
+                yield renamed, tensor
                 continue
             converter = waiting.setdefault(renamed, deepcopy(self._by_pattern[pattern]))
             converter.add_tensor(renamed, name, pattern, cast(Any, tensor))
