@@ -78,7 +78,7 @@ def check_longest_row(model: ModelConfig, longest: int) -> None:
 
 def _check_sees_all(model: ModelConfig, longest: int) -> None:
     """Raise ConfigError where a token sees ``index_topk`` of those before it (DeepSeek-V3.2,
-    GLM-5), and a row has more: nobody has seen trainer and engine choose alike.
+    GLM-5), and a row has more: tiny models of both were off by nats there, with padding.
     """
     config = read_config(model.path)
     if config is None:
@@ -86,8 +86,8 @@ def _check_sees_all(model: ModelConfig, longest: int) -> None:
     chosen = config.get("text_config", config).get("index_topk")
     if isinstance(chosen, int) and longest > chosen:
         raise ConfigError(
-            f"model.path={model.path!r}: its tokens see the {chosen} tokens before them that an "
-            "indexer chooses (index_topk), by scores that rounding changes: "
+            f"model.path={model.path!r}: a token sees {chosen} of those before it, which an indexer "
+            "chooses (index_topk), and log-probs of longer rows are not those of transformers here: "
             f"data.max_prompt_length + rollout.max_response_length is {longest}, expected at most "
             f"{chosen}"
         )

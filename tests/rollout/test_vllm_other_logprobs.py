@@ -3,15 +3,23 @@ compute others.
 """
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from siirl_dask.cli import main
 from siirl_dask.devices import DeviceKind
 from siirl_dask.errors import ConfigError
-from siirl_dask.rollout.vllm_engine.other_logprobs import check_logprobs_of_vllm
+from siirl_dask.rollout.vllm_engine.other_logprobs import (
+    FAILS_ON_CPU,
+    OTHER_LOGPROBS,
+    OTHER_LOGPROBS_ON_CPU,
+    OTHER_WINDOWS,
+    check_logprobs_of_vllm,
+)
 from siirl_dask.testing.reference_model import assert_agrees_with_trainer
-from tests.rollout.vllm_families import REFUSED, written_for_vllm
+from tests.rollout.vllm_families import EQUAL, REFUSED, written_for_vllm
 from tests.training import families
 
 
@@ -97,8 +105,24 @@ def test_plan_refuses_it_for_vllm_alone(capsys, tmp_path, digits_task):
     assert "vLLM" not in capsys.readouterr().err
 
 
+def test_docs_models_says_of_every_family_what_vllm_does_with_it():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    lines = page.partition("| with vLLM 0.32 | families |\n")[2].partition("\n\n")[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+    table = {what: re.findall(r"`([\w-]+)`", names) for what, names in cells}
+    listed = [name for names in table.values() for name in names]
+    assert sorted(listed) == sorted({family.kind for family in families.FAMILIES.values()})
+    assert set(table["equal"]) == {families.FAMILIES[name].kind for name in EQUAL}
+    refused = next(names for what, names in table.items() if what == "refused by `plan`")
+    assert {*refused, "gemma3n"} == {*OTHER_LOGPROBS}
+    windows = next(names for what, names in table.items() if "their windows" in what)
+    assert set(windows) == {*OTHER_WINDOWS}
+    on_cpus = next(names for what, names in table.items() if what.startswith("refused on CPUs"))
+    assert set(on_cpus) == {*OTHER_LOGPROBS_ON_CPU, *FAILS_ON_CPU}
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("family", [*REFUSED, "gemma3n_text"])
+@pytest.mark.parametrize("family", [*REFUSED, "doge", "gemma3n_text"])
 def test_vllm_still_computes_others_and_the_same_of_rows_within_a_window(
     family, monkeypatch, tmp_path
 ):

@@ -17,6 +17,7 @@ from siirl_dask.models.longest_row import rotary_settings
 
 _UNKNOWN = "nats a token; the cause is not known"
 OTHER_LOGPROBS = {
+    "doge": f"by up to 0.003 {_UNKNOWN}, after its first new weights",
     "gpt_neox": f"by up to 4 {_UNKNOWN}",
     "gemma3n": f"by up to 0.6 {_UNKNOWN}, after its first new weights",
     "gemma3n_text": f"by up to 0.6 {_UNKNOWN}, after its first new weights",
