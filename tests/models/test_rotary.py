@@ -118,7 +118,7 @@ def test_rows_longer_than_what_an_indexer_chooses_of_are_refused(part, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = ModelConfig(path=str(tmp_path))
     check_longest_row(model, 32)
-    with pytest.raises(ConfigError, match="a token sees 32 .* is 33, expected at most 32"):
+    with pytest.raises(ConfigError, match=r"a token sees 32 .* is 33, expected at most 32"):
         check_longest_row(model, 33)
 
 

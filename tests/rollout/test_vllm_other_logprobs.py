@@ -132,7 +132,6 @@ def test_vllm_still_computes_others_and_the_same_of_rows_within_a_window(
     from tests.rollout.test_vllm_engine import running
 
     monkeypatch.setattr(vllm_engine, "check_logprobs_of_vllm", lambda *model: None)
-    settings = families.FAMILIES[family].settings
 
     def agrees(name, **changed):
         folder = tmp_path / name
@@ -143,4 +142,4 @@ def test_vllm_still_computes_others_and_the_same_of_rows_within_a_window(
     with pytest.raises(AssertionError, match="not close"):
         agrees("other")
     if family in ("cohere2", "qwen2_moe"):
-        agrees("same", **{**settings, "sliding_window": 1024})
+        agrees("same", sliding_window=1024)

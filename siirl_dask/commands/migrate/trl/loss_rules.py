@@ -147,7 +147,7 @@ def _set_loss(draft: Draft) -> None:
         draft.lose(name, reason)
         draft.leave_open("algorithm.loss", f"{name}={draft.text(name)} has no counterpart")
         return
-    names = ("epsilon", "epsilon_high", "delta")
+    names: tuple[str, ...] = ("epsilon", "epsilon_high", "delta")
     options: dict[str, Any] = {"clip_low": low, "clip_high": high}
     loss = "ppo_clip"
     if kind == "cispo":
