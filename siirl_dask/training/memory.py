@@ -295,7 +295,9 @@ def head_bytes(model: ModelOnWorkers) -> dict[str, int]:
         return {}
     one = model.architecture
     narrow = model.narrow % FLOAT32
-    widened = model.float32_head and narrow > 0
+    widened = False
+    if narrow:
+        widened = model.float32_head
     tokens = model.tokens
     rows = logits_rows(tokens, one.hidden, one.vocabulary, on_cpu=False)
     replica = model.memory.replicated

@@ -87,8 +87,8 @@ class SeparateClasses:
             if changed in self._before:
                 module.__class__ = self._like(changed)
 
-    def _noting(self, *args: Any, **options: Any) -> Any:
-        decorate = self._decorate(*args, **options)
+    def _noting(self, **options: Any) -> Any:
+        decorate = self._decorate(**options)
 
         def decorate_noted(changed: type[nn.Module]) -> Any:
             self._before.setdefault(changed, (changed.__bases__, dict(vars(changed))))
