@@ -245,6 +245,9 @@ class EngineFacts:
     reads_prompts_once: Callable[[RolloutConfig], bool] = _reads_once
     """Returns whether a prompt is read once for all its samples."""
     adapter_layers: AdapterLayers = _no_layers
+    widens_head: bool = True
+    """Whether the head's numbers are multiplied in float32 with ``model.float32_head``; False: they
+    are only added up so."""
     moves: Callable[[RolloutConfig], EngineMoves | None] = _unknown_moves
     """Returns what moves while the engine sleeps, wakes and loads weights; None where that is
     not estimated."""

@@ -52,6 +52,11 @@ from vllm.distributed.parallel_state import (  # noqa: E402
 
 from siirl_dask.rollout.vllm_engine.adapter_layers import Slots  # noqa: E402
 from siirl_dask.rollout.vllm_engine.image_prompts import check_read, image_arguments, prompt_of  # noqa: E402
+from siirl_dask.rollout.vllm_engine.mends import (  # noqa: E402
+    SeparateClasses,
+    rotary_places,
+    rotate_heads_on_cpus,
+)
 from siirl_dask.rollout.vllm_engine.releases import cache_usage, reload_weights, use_logprobs_mode  # noqa: E402
 from siirl_dask.rollout.vllm_engine.reloading import (  # noqa: E402
     NewWeights,
@@ -97,7 +102,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._ranks = EngineRanks(rank, rollout.tensor_parallel_size)
         self._ranks.check_devices(device)
         self.processor = processor
-        of_images = image_arguments(processor) if folder.sees_images else None
+        of_images = image_arguments(processor) if folder.has_image_part else None
         settings = llm_arguments(
             model,
             rollout,
@@ -113,6 +118,8 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self.tokenizer: Tokenizer = folder.tokenizer
         self._world = EngineWorld()
         self._on_cpu = device.kind is DeviceKind.CPU
+        if self._on_cpu:
+            rotate_heads_on_cpus()
         self._progress = device.progress
         self._waiting = device.waiting
         self._note_cache = device.engine_cache
@@ -122,7 +129,9 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._finish = weakref.finalize(self, _shut_down, self._llm, self._world, self._on_cpu)
         self.routing = needed_routing(model.path) if rollout.router_replay else None
         self._routes = None if self.routing is None else VllmRoutes(self._llm, self.routing)
-        self.context_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
+        places = self._llm.apply_model(rotary_places)[0]
+        length = int(self._llm.llm_engine.model_config.max_model_len)
+        self.context_length: int | None = length if places is None else min(length, places)
         self._max_rows: int = settings["max_num_seqs"]
         self._numbers = count()
         self._logprobs_mode = logprobs_mode(rollout)
@@ -334,15 +343,18 @@ def _build(path: str, settings: Mapping[str, Any]) -> LLM:
     """Build vLLM and generate one token, since some of what it cannot do shows only then. A
     failure cleans up.
     """
-    try:
-        llm = LLM(model=path, **settings)
-    except Exception:
-        cleanup_dist_env_and_memory()
-        raise
+    with SeparateClasses() as classes:
+        try:
+            llm = LLM(model=path, **settings)
+        except Exception:
+            cleanup_dist_env_and_memory()
+            raise
+        llm.apply_model(classes.separate)
     try:
         llm.collective_rpc(use_logprobs_mode, args=(settings["logprobs_mode"],))
         params = request_params(0, Sampling(max_tokens=1), [])
-        llm.generate([TokensPrompt(prompt_token_ids=[0])], params, use_tqdm=False)
+        # on CPUs its kernels for gated delta rules take no prompt of one token
+        llm.generate([TokensPrompt(prompt_token_ids=[0, 0])], params, use_tqdm=False)
     except Exception:
         llm.llm_engine.engine_core.shutdown()
         raise

@@ -20,7 +20,10 @@ from vllm.distributed import get_tensor_model_parallel_rank
 _OF_ALL_EXPERTS = re.compile(
     r"(?P<experts>.+\.mlp\.experts)\.(?P<part>(?:gate_up|down)_proj(?:_bias)?)$"
 )
-_SINKS = "sinks"
+_SINKS = ("sinks", "attention_sink_bias")  # of GPT-OSS, and of MiMo-V2
+_ENDS_OF_SINKS = tuple(f".{name}" for name in _SINKS)
+# of latent attention, which vLLM makes anew of its projection (kv_b_proj) after each loading
+_MADE_OF_OTHERS = (".W_UK_T", ".W_UV")
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _LEFT_OUT = re.compile(
     r"(?P<layer>\w+): Failed to load weights|Following weights were not loaded from checkpoint: "
@@ -32,8 +35,8 @@ _LEFT_OUT = re.compile(
 class NewWeights:
     """Weights on their way to vLLM, by the names of files.
 
-    GPT-OSS's experts and sinks are what vLLM would copy into nothing: experts go one by one,
-    through the loader, and sinks afterwards.
+    GPT-OSS's experts and the sinks of all are what vLLM would copy into nothing: experts go one by
+    one, through the loader, and sinks afterwards.
     """
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -43,8 +46,8 @@ class NewWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights, those of all experts together [E, ...] an expert at a time."""
         for name, tensor in self._weights:
-            if name.endswith(f".{_SINKS}"):
-                self._sinks[name.replace(".self_attn.", ".attn.")] = tensor.clone()
+            if name.endswith(_ENDS_OF_SINKS):
+                self._sinks[name] = tensor.clone()
                 continue
             matched = _OF_ALL_EXPERTS.match(name)
             if matched is None:
@@ -55,8 +58,11 @@ class NewWeights:
 
     def copy_sinks(self, model: nn.Module) -> None:
         """Copy the sinks of this rank's heads into vLLM's model."""
+        there = dict(model.named_parameters())
         for name, tensor in self._sinks.items():
-            parameter = model.get_parameter(name)
+            # GPT-OSS's attention has a name of its own there
+            own = name if name in there else name.replace(".self_attn.", ".attn.")
+            parameter = there[own]
             heads = len(parameter)
             parameter.data.copy_(tensor.narrow(0, get_tensor_model_parallel_rank() * heads, heads))
 
@@ -92,7 +98,7 @@ def nothing_left_out(with_weights: Callable[[], set[str]]) -> Iterator[None]:
             logger.removeFilter(note)
             logger.setLevel(level)
     left_out = (layers & with_weights()) | {
-        name for name in weights if not name.endswith(f".{_SINKS}")
+        name for name in weights if not name.endswith((*_ENDS_OF_SINKS, *_MADE_OF_OTHERS))
     }
     if left_out:
         raise RuntimeError(
@@ -112,7 +118,7 @@ def layers_with_weights(model: nn.Module) -> set[str]:
         own = [
             name
             for name, one in layer.named_parameters(recurse=False)
-            if owners[id(one)] == 1 and name != _SINKS
+            if owners[id(one)] == 1 and name not in _SINKS
         ]
         if own:
             found.add(type(layer).__name__)

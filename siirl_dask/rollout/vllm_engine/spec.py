@@ -144,6 +144,7 @@ SPEC = EngineSpec(
         rows=rows_in_batch,
         reads_prompts_once=_reads_prompts_once,
         adapter_layers=takes_layers,
+        widens_head=False,  # on GPUs; on a CPU it does
         moves=_moves,
     ),
     environment=ENVIRONMENT,
