@@ -153,6 +153,10 @@ class RolloutConfig:
     steps_ahead: int | None = None
     """Steps generated ahead of training. None: what ``max_staleness`` leaves after the steps of
     partial responses."""
+    in_flight: bool = False
+    """Load new weights while rows are generated, as soon as they are on a worker: rows under way go
+    on with them. ``max_staleness`` bounds the age of a row's first token. Which weights sampled a
+    token depends on time then; ``token_versions`` has it."""
     weight_bucket: str = "256MiB"
     """Largest piece of the policy's new weights that is on its way to the engines at once; a larger
     parameter travels alone."""
@@ -254,6 +258,32 @@ class RolloutConfig:
         self._check_engine()
         if self.router_replay:
             self._check_replay()
+        if self.in_flight:
+            self._check_in_flight()
+
+    def _check_in_flight(self) -> None:
+        if not self.steps_ahead:
+            raise ConfigError(
+                f"rollout.in_flight=true with rollout.max_staleness={self.max_staleness} and "
+                f"rollout.steps_ahead={self.steps_ahead}: new weights arrive while rows are "
+                "generated only where steps are generated ahead; give rollout.max_staleness=1 or "
+                "more, and the engines workers of their own"
+            )
+        refused = {
+            "router_replay=true": self.router_replay
+            and "tokens of a response would have routes of several weights",
+            f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1
+            and "workers of one engine would have to load at the same step",
+            f"sampler={self.sampler}": self.sampler is not Sampler.exact
+            and "a row that goes on with new weights must draw as one that was continued",
+            "weight_sync=broadcast": self.weight_sync is WeightSync.broadcast
+            and "each worker takes weights at a time of its own",
+        }
+        for option, reason in refused.items():
+            if reason:
+                raise ConfigError(
+                    f"rollout.in_flight=true with rollout.{option}: {reason}; leave one of them out"
+                )
 
     def _check_engine(self) -> None:
         self.engine = str(self.engine)

@@ -9,12 +9,13 @@ from siirl_dask.context.abilities import (
     behind,
     memory_of,
 )
-from siirl_dask.context.context import Codec, Context, Peers, RowStream, RowWork
+from siirl_dask.context.context import ArrivingWeights, Codec, Context, Peers, RowStream, RowWork
 from siirl_dask.context.device import Device, HoldsNoGroups, Rank
 from siirl_dask.context.metrics import Metric, Reduce
 from siirl_dask.devices import DeviceKind
 
 __all__ = [
+    "ArrivingWeights",
     "Closes",
     "Codec",
     "Context",

@@ -70,6 +70,22 @@ class RowWork(Protocol):
         """
 
 
+class ArrivingWeights(Protocol):
+    """New weights of a node's role that may arrive while the node runs. The node's thread calls
+    it.
+    """
+
+    def arrived(self) -> bool:
+        """Return whether ``load`` need not wait for anybody: weights are here that are not loaded
+        yet, or cannot come any more, and ``load`` raises the reason. Returns at once.
+        """
+        ...
+
+    def load(self) -> None:
+        """Load the weights that have arrived into the role's object, by its own method."""
+        ...
+
+
 def _nothing() -> None:
     pass
 
@@ -121,6 +137,9 @@ class Context:
     groups, and the columns that the node declares ``early``, all as they will be in its output, and
     any of its others. Any thread may call it, once for each row at most. None where nothing is
     gained by it."""
+    arriving_weights: ArrivingWeights | None = None
+    """New weights of the role's object that the node may load while it runs; None for a node that
+    does not (``ContractChanges.in_flight``)."""
     check_stop: Callable[[], None] = field(default=_nothing)
     """Raises Aborted when this worker is told to stop: for a node that waits for others than
     workers of the run."""

@@ -384,6 +384,11 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
             "rollout.partial=true and no node generates in parts: expected "
             "siirl_dask.nodes:generate"
         )
+    if config.rollout.in_flight and not any(node.contract.in_flight for node in dag.nodes):
+        raise ConfigError(
+            "rollout.in_flight=true and no node takes weights while it generates: expected "
+            "siirl_dask.nodes:generate or siirl_dask.nodes:play"
+        )
     if validation is not None:
         staged = [node.label for node in validation.nodes if node.stage]
         if staged:

@@ -23,7 +23,7 @@ from siirl_dask.nodes.sampling import (
     make_requests,
 )
 from siirl_dask.planner import ContractChanges, Groups, KeptRows, columns
-from siirl_dask.rollout import Sampling
+from siirl_dask.rollout import RolloutEngine, Sampling
 from siirl_dask.schema import GREEDY, IMAGES, PROMPT_IDS, TOKEN_VERSIONS, TOKENS, TYPES, fields
 
 
@@ -37,12 +37,16 @@ def _unpack(ctx: Context, table: pa.Table, *, rollout: RolloutConfig, **options:
 
 def _generate_changes(*, rollout: RolloutConfig, **options: object) -> ContractChanges:
     if not rollout.partial:
-        return _route_changes(rollout=rollout)
+        changes = _route_changes(rollout=rollout)
+        if not rollout.in_flight:
+            return changes
+        return replace(changes, writes={**changes.writes, **fields(TOKEN_VERSIONS)}, in_flight=True)
     unfinished_rows = KeptRows(_pack, _unpack)
     return ContractChanges(
         writes=fields(TOKEN_VERSIONS),
         carries=unfinished_rows,
         groups=Groups.NEW,  # some are of earlier steps
+        in_flight=rollout.in_flight,
     )
 
 
@@ -65,12 +69,15 @@ def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Tab
 
     Sample k of the prompt at position p is row ``p * n + k`` of group p. With ``rollout.partial``
     the rows are those of the groups that are complete by now, from this step and from earlier ones:
-    see ``partial_rollout.py``.
+    see ``partial_rollout.py``. With ``rollout.in_flight`` a row goes on with new weights as soon as
+    they are there, and ``token_versions`` has the version of each token.
     """
     samplings = [rollout_sampling(rollout)] * rollout.n
     if rollout.max_tokens_per_step is not None:
         return generate_partial(ctx, table, samplings, rollout.max_tokens_per_step)
-    return _generate(ctx, table, samplings, routes=rollout.router_replay)
+    return _generate(
+        ctx, table, samplings, routes=rollout.router_replay, versions=rollout.in_flight
+    )
 
 
 @columns(
@@ -142,11 +149,20 @@ def _greedy_sampling(rollout: RolloutConfig) -> Sampling:
 
 
 def _generate(
-    ctx: Context, table: pa.Table, samplings: Sequence[Sampling], *, routes: bool = False
+    ctx: Context,
+    table: pa.Table,
+    samplings: Sequence[Sampling],
+    *,
+    routes: bool = False,
+    versions: bool = False,
 ) -> pa.Table:
     rows, requests = make_requests(ctx, table, samplings)
     sampled = generate_all(ctx, requests, rows[TOKENS].to_pylist(), rows)
     rows = add_samples(ctx, rows, sampled)
     if routes:
         rows = add_routes(ctx.resource, rows, sampled)
+    if versions:
+        engine: RolloutEngine = ctx.resource
+        of_tokens = [sample.generation.versions_or(engine.version) for sample in sampled]
+        rows = rows.append_column(TOKEN_VERSIONS, pa.array(of_tokens, TYPES[TOKEN_VERSIONS]))
     return rows

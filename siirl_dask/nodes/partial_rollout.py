@@ -81,11 +81,13 @@ class _PartialSample:
         return replace(self.request, prompt=prompt, sampling=sampling, begun=done)
 
     def add(self, sampled: Sampled, version: int) -> None:
-        """Append the tokens of one step, sampled with weights of ``version``."""
+        """Append the tokens of one step, sampled with weights of ``version`` unless the engine has
+        recorded others.
+        """
         generation = sampled.generation
         self.tokens += generation.token_ids
         self.logprobs += generation.logprobs
-        self.versions += [version] * len(generation.token_ids)
+        self.versions += generation.versions_or(version)
         self.worker = sampled.worker
         at_limit = len(self.tokens) == self.request.sampling.max_tokens
         if generation.finish_reason is FinishReason.STOP or at_limit:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from siirl_dask.context import Codec, Context, Device, Reduce
+from siirl_dask.context import Codec, Context, Device, Reduce, behind
 from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.images import Image, images_of
 from siirl_dask.nodes.prompts import token_limits
@@ -22,7 +22,9 @@ from siirl_dask.rollout import (
     FinishReason,
     Generation,
     GenerationRequest,
+    LoadsInFlight,
     LocalQueue,
+    RequestQueue,
     RolloutEngine,
     Sampling,
     processor_of,
@@ -136,13 +138,12 @@ def generate_all(
     Requests that are expected to cost most begin first, longest prompts first among equals: rows of
     similar length run together, and the last row to end is a short one.
     """
-    engine: RolloutEngine = ctx.resource
     order = sorted(
         range(len(requests)),
         key=lambda at: (requests[at].sampling.temperature, -costs[at], -len(requests[at].prompt)),
     )
     ordered_requests = [requests[at] for at in order]
-    codec = _codec(engine.version)
+    codec = _codec(version_of_items(ctx))
     on_result = _early_rows(ctx, rows, order)
     if ctx.steal_from_peers is None:
         queue = LocalQueue(ordered_requests, on_result)
@@ -150,7 +151,7 @@ def generate_all(
         queue = ctx.steal_from_peers(ordered_requests, codec, on_result)
     ctx.free_device()
     start = time.perf_counter()
-    engine.serve(_ProgressQueue(queue, ctx.device, ctx.check_stop))
+    serve(ctx, _ProgressQueue(queue, ctx.device, ctx.check_stop))
     busy_seconds = time.perf_counter() - start
     ctx.log("rollout/busy_seconds", busy_seconds)
     ctx.log("rollout/longest_busy_seconds", busy_seconds, Reduce.MAX)
@@ -160,6 +161,31 @@ def generate_all(
     log_passes(ctx)
     in_request_order = dict(zip(order, sampled, strict=True))
     return [in_request_order[at] for at in range(len(requests))]
+
+
+def serve(ctx: Context, queue: RequestQueue) -> None:
+    """Serve a queue with the engine of the node's role, which loads weights that arrive meanwhile
+    where the node does. TypeError for an engine that cannot.
+    """
+    engine: RolloutEngine = ctx.resource
+    if ctx.arriving_weights is None:
+        engine.serve(queue)
+        return
+    own = behind(engine)
+    if not isinstance(own, LoadsInFlight):
+        raise TypeError(
+            f"{type(own).__name__} has no serve_in_flight, which rollout.in_flight needs: its "
+            "EngineSpec says abilities.in_flight"
+        )
+    own.serve_in_flight(queue, ctx.arriving_weights)
+
+
+def version_of_items(ctx: Context) -> int:
+    """Return what workers that take over each other's rows must have in common: the version of
+    their weights, or, where each loads newer ones at a time of its own, the step.
+    """
+    engine: RolloutEngine = ctx.resource
+    return engine.version if ctx.arriving_weights is None else ctx.step
 
 
 def log_passes(ctx: Context) -> None:
@@ -239,7 +265,8 @@ def add_samples(
 ) -> pa.Table:
     """Add the samples' columns to the rows, and log their lengths.
 
-    ``versions`` are the versions of the weights that sampled each row; None means the engine's.
+    ``versions`` are the versions of the weights that sampled each row; None means those of its
+    first token, or the engine's.
     """
     rows = _with_samples(ctx.resource, rows, sampled, versions)
     samples = [sample.generation for sample in sampled]
@@ -262,6 +289,10 @@ def _with_samples(
     versions: Sequence[int] | None = None,
 ) -> pa.Table:
     samples = [sample.generation for sample in sampled]
+    if versions is None:
+        versions = [
+            min(sample.versions_or(engine.version), default=engine.version) for sample in samples
+        ]
     prompt_lengths = rows[PROMPT_IDS].combine_chunks().value_lengths().to_pylist()
     tokens = [
         length + len(sample.token_ids)
@@ -274,7 +305,7 @@ def _with_samples(
         ],
         ROLLOUT_LOGPROBS: [sample.logprobs for sample in samples],
         FINISH_REASON: [str(sample.finish_reason) for sample in samples],
-        WEIGHTS_VERSION: [engine.version] * len(samples) if versions is None else versions,
+        WEIGHTS_VERSION: versions,
         WORKER: [sample.worker for sample in sampled],
     }
     rows = rows.set_column(rows.column_names.index(TOKENS), TOKENS, pa.array(tokens, pa.int64()))

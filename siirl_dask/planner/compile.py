@@ -161,7 +161,7 @@ def _chains(
         run = RunNode(node, move.inputs, stage.outputs, early.get(name))
         stream_links: dict[str, Link] = {}
         if name in streams:
-            stream_links = _streaming(stage, stages[streams[name]], moves, placed, streams)
+            stream_links = _streaming(name, stages, moves, placed, streams)
         for index, worker in enumerate(owners):
             own = links[worker]
             if is_stored(node):
@@ -241,17 +241,22 @@ def _schema_of(stage: NodeColumns) -> Schema:
 
 
 def _streaming(
-    source: NodeColumns,
-    target: NodeColumns,
+    name: str,
+    stages: Mapping[str, NodeColumns],
     moves: Mapping[str, Move],
     placed: Mapping[str, tuple[str, ...]],
     streams: Mapping[str, str],
 ) -> dict[str, Link]:
-    """Return the Stream link of each worker of either node, the source's workers first."""
+    """Return the Stream link of each worker of the source ``name`` or of its target, the source's
+    workers first.
+    """
+    source = stages[name]
+    target = stages[streams[name]]
     edge = next(iter(moves[target.node.name].edges), None)
     giving = placed[source.node.role]
     taking = placed[target.node.role]
-    joins = () if why_no_broadcast(source, target, placed, streams) else (giving[0], *taking)
+    reason = why_no_broadcast(source, target, placed, streams, stages)
+    joins = () if reason else (giving[0], *taking)
     return {
         worker: Stream(
             source.node,

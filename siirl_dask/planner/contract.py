@@ -94,6 +94,8 @@ class ContractChanges:
     """See ``Contract.groups``; None: as declared."""
     of_groups: Sequence[str] = ()
     """See ``Contract.of_groups``."""
+    in_flight: bool = False
+    """See ``Contract.in_flight``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,9 @@ class Contract:
     None: it begins when all are there."""
     stream: WeightSource | WeightSink | None = None
     """Functions that give or take a model's weights piece by piece, where the plan allows it."""
+    in_flight: bool = False
+    """True if it loads new weights of its role while it runs (``Context.arriving_weights``): those
+    that a node with a lag loads otherwise, whose table therefore travels whole."""
     trial: Callable[..., None] | None = None
     """Function of the node's options that raises if they cannot work; called before a run
     starts."""
@@ -260,6 +265,7 @@ def contract_of(fn: NodeFn) -> Contract:
         drops=tuple(changes.drops),
         groups=changes.groups or declared.groups,
         of_groups=tuple(changes.of_groups),
+        in_flight=changes.in_flight,
     )
 
 

@@ -20,8 +20,8 @@ def find_streams(stages: Mapping[str, NodeColumns], placed: Placed) -> dict[str,
     """Return the target node of each source node whose table can be streamed.
 
     A table is made whole if it is saved, if several nodes read it, if one of the two functions
-    declares no stream, or if its reader is steps behind and the source may not wait for it: see
-    ``_may_wait``.
+    declares no stream, if a node takes it while it runs, or if its reader is steps behind and the
+    source may not wait for it: see ``_may_wait``.
     """
     readers: dict[str, list[str]] = {name: [] for name in stages}
     for name, stage in stages.items():
@@ -34,6 +34,8 @@ def find_streams(stages: Mapping[str, NodeColumns], placed: Placed) -> dict[str,
             continue
         target = names[0]
         if not _fit(stages[source].node, stages[target].node):
+            continue
+        if taken_in_flight(stages, stages[target].node):
             continue
         if not stages[target].node.lag or _may_wait(stages, placed, source, target):
             streams[source] = target
@@ -66,6 +68,20 @@ def _may_wait(stages: Mapping[str, NodeColumns], placed: Placed, source: str, ta
     return waiting.isdisjoint(placed[stages[target].node.role])
 
 
+def taken_in_flight(stages: Mapping[str, NodeColumns], target: Node) -> bool:
+    """Return whether a node that generates loads the weights which ``target`` loads otherwise.
+
+    Workers take such weights when they have arrived, each at a time of its own. In a stream, and in
+    a broadcast, all of them would wait for the last.
+    """
+    if not target.lag:
+        return False
+    return any(
+        stage.node.contract.in_flight and stage.node.role == target.role
+        for stage in stages.values()
+    )
+
+
 def stays(source: NodeColumns, target: NodeColumns, placed: Placed) -> bool:
     """Return whether each worker takes the tensors of a stream from itself, without a table: it has
     both roles, and all of the source's workers go through all tensors.
@@ -89,7 +105,11 @@ def handle_tensors(source: Node, target: Node) -> bool:
 
 
 def why_no_broadcast(
-    source: NodeColumns, target: NodeColumns, placed: Placed, streams: Mapping[str, str]
+    source: NodeColumns,
+    target: NodeColumns,
+    placed: Placed,
+    streams: Mapping[str, str],
+    stages: Mapping[str, NodeColumns],
 ) -> str | None:
     """Return the reason, in words, why no broadcast can take tensors of ``source`` to
     ``target``; None if one can.
@@ -97,6 +117,11 @@ def why_no_broadcast(
     giver = source.node
     taker = target.node
     both = [worker for worker in placed[giver.role] if worker in placed[taker.role]]
+    if taken_in_flight(stages, taker):
+        return (
+            f"each worker of role {taker.role!r} loads them when they have arrived, while it "
+            "generates (rollout.in_flight)"
+        )
     if not handle_tensors(giver, taker):
         functions = " and ".join(short_name(node.fn) for node in (giver, taker))
         return f"{functions} do not both handle tensors (@columns(stream=...))"

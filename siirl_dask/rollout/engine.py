@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from siirl_dask.context import Closes, KeepsGroups, behind
+from siirl_dask.context import ArrivingWeights, Closes, KeepsGroups, behind
 from siirl_dask.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,6 +81,15 @@ class Generation:
     routes: bytes | None = None
     """Experts of each token of prompt and response but the last, as ``models/routing.py`` says;
     None: not recorded."""
+    versions: list[int] | None = None
+    """Version of the weights that sampled each token, of ``serve_in_flight``; None: all are the
+    engine's."""
+
+    def versions_or(self, version: int) -> list[int]:
+        """Return the version of the weights that sampled each token, ``version`` where none are
+        recorded.
+        """
+        return [version] * len(self.token_ids) if self.versions is None else self.versions
 
 
 class Tokenizer(Protocol):
@@ -233,7 +242,7 @@ class RolloutEngine(Closes, Protocol):
     weights, never on the rows beside it.
 
     What else an engine can do has protocols of its own: ``SeesImages``, ``TakesAdapters``,
-    ``RecordsRoutes``, and, as any role's object, ``Sleeps`` and ``KeepsGroups``
+    ``RecordsRoutes``, ``LoadsInFlight``, and, as any role's object, ``Sleeps`` and ``KeepsGroups``
     (``siirl_dask.context``).
     """
 
@@ -312,6 +321,21 @@ class RecordsRoutes(Protocol):
     def routing(self) -> Routing | None:
         """Routers and experts of the model whose samples have their routes; None where none are
         recorded.
+        """
+        ...
+
+
+@runtime_checkable
+class LoadsInFlight(Protocol):
+    """An engine that takes new weights while it generates."""
+
+    def serve_in_flight(self, queue: RequestQueue, weights: ArrivingWeights) -> None:
+        """Serve as ``serve`` does. Between any two tokens of a row ask ``weights.arrived()``, and
+        call ``weights.load()`` where they have, which calls ``load_weights`` or ``load_adapters``.
+
+        Rows under way go on with the new weights, under which their keys and values are computed
+        again: the other tokens and log-probs are those of a request that has the tokens so far as
+        ``begun``. Every Generation has its ``versions``.
         """
         ...
 

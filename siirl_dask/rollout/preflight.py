@@ -49,6 +49,8 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     check_passed_over(rollout)
     engine_notes = spec.check(role)
     _check_abilities(spec, role)
+    if rollout.in_flight:
+        _check_in_flight(spec, role, options.get("base", ()))
     if rollout.tensor_parallel_size > 1:
         _check_workers(rollout.tensor_parallel_size, workers)
     parameters = count_parameters(model.path)
@@ -90,12 +92,41 @@ def _check_abilities(spec: EngineSpec, role: EngineRole) -> None:
         asked[key] = ("is on one worker", "tensor_parallel")
     if not own.drafts and rollout.draft_tokens:
         asked[f"rollout.draft_tokens={rollout.draft_tokens}"] = ("drafts no tokens", "drafts")
+    if not own.in_flight and rollout.in_flight:
+        reason = "takes no new weights while it generates"
+        asked["rollout.in_flight=true"] = (reason, "in_flight")
     if rollout.sampler not in own.samplers:
         asked[f"rollout.sampler={rollout.sampler}"] = (f"has {', '.join(own.samplers)}", "samplers")
     for key, (reason, ability) in asked.items():
         raise ConfigError(
             f"{key}: the engine of rollout.engine={rollout.engine} {reason} "
             f"(EngineSpec.abilities.{ability}); leave it out, or take another engine"
+        )
+
+
+def _check_in_flight(spec: EngineSpec, role: EngineRole, base: Sequence[str]) -> None:
+    """Raise ConfigError for images, whose features of older weights nobody forgets, and for
+    adapters that rows under way could not change.
+    """
+    if role.images is not None and role.images.used:
+        raise ConfigError(
+            f"rollout.in_flight=true with {role.images.source}: features of images would be those "
+            "of older weights; leave one of them out"
+        )
+    if base:
+        raise ConfigError(
+            f"rollout.in_flight=true, and agents {', '.join(base)} have one engine with adapters of "
+            "their own: new ones are taken between steps alone; leave it out"
+        )
+    lora = role.lora
+    if lora is None or not lora.rank:
+        return
+    if spec.facts.adapter_layers(role.model.dtype, role.rollout, lora, on_cpu=False):
+        raise ConfigError(
+            f"rollout.in_flight=true with trainer.lora.rank={lora.rank}: on an accelerator "
+            f"{spec.name} computes with adapters in layers of its own, where a row keeps those that "
+            "it began with; leave it out, or let adapters be merged into weights "
+            "(rollout.vllm.engine_kwargs={enable_lora: false})"
         )
 
 

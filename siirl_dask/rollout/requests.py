@@ -119,6 +119,9 @@ def pack_sampled(sampled: Sampled) -> dict[str, Any]:
         "reason": str(sample.finish_reason),
         "worker": sampled.worker,
         "routes": sample.routes,
+        "versions": None
+        if sample.versions is None
+        else np.asarray(sample.versions, "<i8").tobytes(),
     }
 
 
@@ -131,15 +134,22 @@ def read_sampled(value: object) -> Sampled:
             "reason": str(reason),
             "worker": str(worker),
             "routes": None | bytes() as routes,
+            "versions": None | bytes() as packed_versions,
         }:
             ids = _numbers(tokens, "<i8")
             scores = _numbers(logprobs, "<f8")
+            versions = None if packed_versions is None else _numbers(packed_versions, "<i8")
             if (
                 len(ids) == len(scores)
+                and (
+                    versions is None
+                    or (len(versions) == len(ids) and min(versions, default=0) >= 0)
+                )
                 and all(map(isfinite, scores))
                 and reason in list(FinishReason)
             ):
-                return Sampled(Generation(ids, scores, FinishReason(reason), routes), worker)
+                sample = Generation(ids, scores, FinishReason(reason), routes, versions)
+                return Sampled(sample, worker)
     raise PeerError(f"received {short(value)}, which is no sample")
 
 

@@ -153,6 +153,9 @@ class Abilities:
     drafts: bool = False
     """Whether it takes several tokens of a row in a pass where drafts of them are right
     (``rollout.draft_tokens``): the engine is a ``DraftsTokens``."""
+    in_flight: bool = False
+    """Whether it takes new weights while it generates (``rollout.in_flight``): the engine is a
+    ``LoadsInFlight``."""
 
 
 def _given_cache(rollout: RolloutConfig) -> int:

@@ -35,6 +35,7 @@ from siirl_dask.rollout import (
     TakesAdapters,
 )
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, VOCABULARY, tiny_model
+from siirl_dask.testing.in_flight import InFlightTests
 from siirl_dask.testing.reference_model import load_model, response_logprobs, response_scores
 from siirl_dask.testing.weight_streams import WeightStreamTests
 
@@ -43,7 +44,7 @@ from siirl_dask.testing.weight_streams import WeightStreamTests
 _SHARP = 0.06
 
 
-class EngineTests(WeightStreamTests):
+class EngineTests(WeightStreamTests, InFlightTests):
     """Tests of an engine, which is built once per class."""
 
     tolerance = 1e-4

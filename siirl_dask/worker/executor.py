@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]  # Dask needs it
@@ -25,6 +27,7 @@ from siirl_dask.planner import (
     Lagged,
     Link,
     LoadPrompts,
+    Node,
     Recv,
     ReportTable,
     Restore,
@@ -37,9 +40,10 @@ from siirl_dask.planner import (
 from siirl_dask.planner.reloads import reloaded_after
 from siirl_dask.trace import Lane
 from siirl_dask.worker import weight_stream
+from siirl_dask.worker.in_flight import WeightsInFlight, lagged_weights
 from siirl_dask.worker.node_call import NodeCalls
 from siirl_dask.worker.past_iterations import PastIterations
-from siirl_dask.worker.stop import wait_for
+from siirl_dask.worker.stop import result_of
 
 _T = TypeVar("_T")
 
@@ -135,7 +139,8 @@ class ChainRun:
                         _Timed(self.calls, node.name),
                         trace.span(Lane.COMPUTE, "node", node.name) as span,
                     ):
-                        tables[node.name] = self.calls.call(node, inputs, columns)
+                        arriving = self._arriving_weights(node, links)
+                        tables[node.name] = self.calls.call(node, inputs, columns, arriving)
                         if trace.enabled:
                             span.amount = _resident_memory()
                 case Stream(edge=edge):
@@ -148,11 +153,9 @@ class ChainRun:
                         Lane.TRANSFER, "publish", edge.name, sequence=iteration.sequence
                     ):
                         self._wait(databuffer.publish(edge, iteration, tables[edge.source]))
-                case Recv(edge, guide, have):
+                case Recv(edge):
                     with _Timed(self.calls, edge.name):
-                        tables[edge.name] = self._receive(
-                            edge, guide, [tables[name] for name in have]
-                        )
+                        tables[edge.name] = self._receive(link)
                 case Save(node, table, shared=shared):
                     span = trace.span(Lane.STORAGE, "save", table)
                     with span, runtime.progress.at(f"the writing of table {table!r}, {iteration}"):
@@ -169,42 +172,84 @@ class ChainRun:
                     del tables[table]
                 case Lagged(steps, inner):
                     for skipped in self.past_iterations.skipped(iteration, steps):
-                        self._for_iteration(skipped)._discard_streams(inner)
+                        self._for_iteration(skipped)._discard(inner)
+                        runtime.background_pulls.forget_run(skipped, link)
                     earlier = self.past_iterations.lagged(iteration, steps)
-                    if earlier is not None:
+                    if earlier is None:
+                        continue
+                    if not runtime.background_pulls.has_run(earlier, link):
                         self._for_iteration(earlier)._run_links(inner)
+                    runtime.background_pulls.forget_run(earlier, link)
 
     def _for_iteration(self, earlier: Iteration) -> ChainRun:
         """Return the same run with tables of its own, for links of an earlier iteration."""
         return replace(self, calls=replace(self.calls, iteration=earlier, tables={}))
 
-    def _discard_streams(self, links: Sequence[Link]) -> None:
+    def _discard(self, links: Sequence[Link]) -> None:
         """Receive and discard all streams among ``links``: their sources wait until every table
-        is acknowledged.
+        is acknowledged; and the rows that are on their way already.
         """
         for link in links:
-            if isinstance(link, Stream):
-                weight_stream.discard(link, self.calls)
+            match link:
+                case Stream():
+                    weight_stream.discard(link, self.calls)
+                case Recv(edge):
+                    pulled = self.calls.runtime.background_pulls.take(self.calls.iteration, edge)
+                    if pulled is not None:
+                        self._result(pulled)
 
-    def _receive(self, edge: Edge, guide: Edge, already_here: Sequence[pa.Table]) -> pa.Table:
-        """Pull the edge's rows. The wait until they are made is recorded apart from their
-        transfer.
+    def _arriving_weights(self, node: Node, links: Sequence[Link]) -> WeightsInFlight | None:
+        """Return the weights that a node may load while it runs; None for one that does not."""
+        if not node.contract.in_flight:
+            return None
+        link = lagged_weights(links, node.role)
+        if link is None:
+            return None
+        pulls = self.calls.runtime.background_pulls
+        earlier = self.past_iterations.earlier(self.calls.iteration, link.steps)
+        waiting = [each for each in earlier if not pulls.has_run(each, link)]
+        for each in waiting:
+            for inner in link.links:
+                if isinstance(inner, Recv):
+                    pulls.begin(each, inner.edge, partial(self._pull, inner, each))
+        return WeightsInFlight(
+            link=link,
+            waiting=waiting,
+            pulls=pulls,
+            run=lambda iteration: self._for_iteration(iteration)._run_links(link.links),
+            metrics=self.calls.metrics,
+        )
+
+    def _pull(
+        self, link: Recv, iteration: Iteration, on_owned: Callable[[], object] = lambda: None
+    ) -> Future[pa.Table]:
+        """Begin to pull the rows of an edge, on the event loop."""
+        runtime = self.calls.runtime
+        pulling = runtime.databuffer.pull(
+            link.edge,
+            link.guide,
+            iteration,
+            on_owned=on_owned,
+            already_here=[self.calls.tables[name] for name in link.have],
+        )
+        return asyncio.run_coroutine_threadsafe(pulling, runtime.loop)
+
+    def _receive(self, link: Recv) -> pa.Table:
+        """Return the edge's rows, which may be on their way already. The wait until they are made
+        is recorded apart from their transfer.
         """
+        edge = link.edge
         trace = self.calls.runtime.trace
         databuffer = self.calls.runtime.databuffer
         iteration = self.calls.iteration
         bytes_before = databuffer.traffic.total
         owned_at: list[int] = []
         started = time.monotonic_ns()
-        pulling = databuffer.pull(
-            edge,
-            guide,
-            iteration,
-            on_owned=lambda: owned_at.append(time.monotonic_ns()),
-            already_here=already_here,
-        )
+        pulled = self.calls.runtime.background_pulls.take(iteration, edge)
+        if pulled is None:
+            pulled = self._pull(link, iteration, lambda: owned_at.append(time.monotonic_ns()))
         try:
-            return self._wait(pulling)
+            return self._result(pulled)
         finally:
             made_at = owned_at[0] if owned_at else time.monotonic_ns()
             nbytes = databuffer.traffic.total - bytes_before
@@ -233,8 +278,11 @@ class ChainRun:
             self.calls.runtime.digest(name, nbytes, "bytes")
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return self._result(asyncio.run_coroutine_threadsafe(work, self.calls.runtime.loop))
+
+    def _result(self, future: Future[_T]) -> _T:
         with self.calls.runtime.progress.waiting(""):
-            return wait_for(work, self.calls.runtime.loop, self.calls.runtime.stop)
+            return result_of(future, self.calls.runtime.stop)
 
 
 class _Timed:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from siirl_storage import write_part
 
-from siirl_dask.context import Context, Metric, Rank
+from siirl_dask.context import ArrivingWeights, Context, Metric, Rank
 from siirl_dask.coordinator.blobs import rows_at, with_values_of_groups
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.stored_rows import read_kept_rows, step_folder
@@ -68,13 +68,20 @@ class NodeCalls:
     """The link that read this worker's prompts; a node that draws more prompts continues from
     it."""
 
-    def call(self, node: Node, inputs: Sequence[Input], columns: Sequence[str]) -> pa.Table:
+    def call(
+        self,
+        node: Node,
+        inputs: Sequence[Input],
+        columns: Sequence[str],
+        arriving_weights: ArrivingWeights | None = None,
+    ) -> pa.Table:
         """Run the node's function and return ``columns`` of its output. NodeError when it breaks
         its contract.
         """
         with self.node_scope(node):
             table = self.join_inputs(inputs)
             context = self.node_context(node)
+            context.arriving_weights = arriving_weights
             self._enable_hand_over(context, node)
             profile = self.runtime.profiling.of(node, self.iteration, context.rank)
             early_work = self.early_work.pop(node.name, nullcontext())

@@ -55,13 +55,17 @@ class PastIterations:
         since_drain = self._since_drain(iteration.phase.counts_as)
         return since_drain[-1 - steps] if len(since_drain) > steps else None
 
+    def earlier(self, iteration: Iteration, steps: int) -> list[Iteration]:
+        """Return the iterations since the last drain whose lagged links may run in ``iteration``,
+        at their place or before it: at most ``steps``, oldest first.
+        """
+        return self._since_drain(iteration.phase.counts_as, before=iteration.sequence)[-steps:]
+
     def skipped(self, iteration: Iteration, steps: int) -> list[Iteration]:
         """Return the iterations whose lagged links never run because ``iteration`` drains and
         runs its own instead.
         """
-        if not iteration.drain:
-            return []
-        return self._since_drain(iteration.phase.counts_as, before=iteration.sequence)[-steps:]
+        return self.earlier(iteration, steps) if iteration.drain else []
 
     def _since_drain(self, phase: Phase, before: int | None = None) -> list[Iteration]:
         """Return the iterations of a phase since its last drain, of all or of those before a

@@ -11,6 +11,7 @@ from typing import Any
 from siirl_dask.context import Device, Peers, Rank
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.trace import Recorder
+from siirl_dask.worker.in_flight import BackgroundPulls
 from siirl_dask.worker.monitoring.profiling import Profiling
 from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.stages import PlainWriter, StageWriter
@@ -61,6 +62,8 @@ class WorkerRuntime:
     """Whether nodes may begin with finished rows of a node above, see ``Plan.overlap``."""
     node_state: dict[str, dict[str, Any]] = field(default_factory=dict)
     """State of nodes that lasts from step to step (``Context.state``), by phase and name."""
+    background_pulls: BackgroundPulls = field(default_factory=BackgroundPulls)
+    """Rows of earlier iterations that nodes load while they run."""
     progress: TaskProgress = field(default_factory=TaskProgress)
     """Counts what gets done, and holds the node whose function is running."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -450,6 +451,10 @@ def test_episodes_survive_packing():
         {"turns": [[0, 1, float("inf"), 7]]},
         {"turns": [[0, 1, 0.5]]},
         {"mask": b""},
+        {"versions": b""},
+        {"versions": np.array([-1, 3], "<i8").tobytes()},
+        {"versions": np.array([4, -1], "<i8").tobytes()},
+        {"versions": np.array([3, -2], "<i8").tobytes()},
         {"logprobs": b"\0" * 12},
         {"parts": {"x": "y"}},
         {"prompt": b""},

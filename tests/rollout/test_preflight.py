@@ -6,7 +6,7 @@ import pytest
 
 from siirl_dask.cli import main
 from siirl_dask.commands.plan import describe_run
-from siirl_dask.config import Config, Engine, ModelConfig, Sampler
+from siirl_dask.config import Config, Engine, ModelConfig, Sampler, WeightSync
 from siirl_dask.config.file import dump, load_config_file, shipped
 from siirl_dask.driver.checks.preflight import check
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
@@ -35,6 +35,32 @@ from tests.settings import rollout_config
             {"engine_kwargs": {"tensor_parallel_size": 4}},
             r"vllm\.engine_kwargs\.tensor_parallel_size=4: .*give rollout\.tensor_parallel_size=4 "
             r"instead",
+        ),
+        ({"in_flight": True}, r"in_flight=true with rollout\.max_staleness=0 and .*steps_ahead=0"),
+        (
+            {
+                "in_flight": True,
+                "max_staleness": 1,
+                "partial": True,
+                "max_tokens_per_step": 128,
+            },
+            r"in_flight=true with .*max_staleness=1 and rollout\.steps_ahead=0",
+        ),
+        (
+            {"in_flight": True, "max_staleness": 1, "tensor_parallel_size": 2},
+            r"in_flight=true with rollout\.tensor_parallel_size=2: .*the same step",
+        ),
+        (
+            {"in_flight": True, "max_staleness": 1, "sampler": Sampler.vllm},
+            r"in_flight=true with rollout\.sampler=vllm: ",
+        ),
+        (
+            {"in_flight": True, "max_staleness": 1, "router_replay": True},
+            r"in_flight=true with rollout\.router_replay=true: ",
+        ),
+        (
+            {"in_flight": True, "max_staleness": 1, "weight_sync": WeightSync.broadcast},
+            r"in_flight=true with rollout\.weight_sync=broadcast: ",
         ),
     ],
 )

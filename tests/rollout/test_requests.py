@@ -14,6 +14,7 @@ IMAGES = st.builds(Image, st.binary(min_size=1, max_size=2)) | st.builds(
     Image, st.none(), st.text(min_size=1, max_size=5)
 )
 SAMPLED = Sampled(Generation([7, 8], [-0.1, -2.5], FinishReason.STOP), "w3")
+OF_TWO = Sampled(Generation([7, 8], [-0.1, -2.5], FinishReason.STOP, versions=[3, 4]), "w3")
 
 
 def pack(request, version):
@@ -65,6 +66,10 @@ def test_a_sample_survives_packing(rows, reason):
     assert read_sampled(pack_sampled(sampled)) == sampled
 
 
+def test_the_versions_of_a_sample_travel_with_it():
+    assert read_sampled(pack_sampled(OF_TWO)) == OF_TWO
+
+
 def test_a_request_for_other_weights_is_refused_by_version():
     with pytest.raises(PeerError, match="version 4: those here are 5"):
         RequestMessage(5).read(pack(REQUEST, 4))
@@ -100,6 +105,9 @@ def test_anything_but_a_request_is_refused(change):
         {"logprobs": b"\xff" * 16},
         {"reason": "bored"},
         {"worker": 3},
+        {"versions": b"\0" * 8},
+        {"versions": b"\xff" * 16},
+        {"versions": [3, 4]},
     ],
 )
 def test_anything_but_a_sample_is_refused(change):

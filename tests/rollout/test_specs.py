@@ -6,7 +6,16 @@ from functools import partial
 
 import pytest
 
-from siirl_dask.config import Config, Engine, RolloutConfig, Sampler
+from siirl_dask.config import (
+    Config,
+    Dtype,
+    Engine,
+    ImagesConfig,
+    LoraConfig,
+    ModelConfig,
+    RolloutConfig,
+    Sampler,
+)
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import Role
@@ -117,6 +126,10 @@ def build_with(rollout):
             {"tensor_parallel_size": 2},
             r"tensor_parallel_size=2: the engine of .*:OF_TEXTS is on one worker",
         ),
+        (
+            {"in_flight": True, "max_staleness": 1},
+            r"in_flight=true: the engine of .*:OF_TEXTS takes no new weights while .*\.in_flight",
+        ),
     ],
 )
 def test_what_an_engine_of_ones_own_cannot_do_is_refused(rollout, said, monkeypatch):
@@ -124,6 +137,26 @@ def test_what_an_engine_of_ones_own_cannot_do_is_refused(rollout, said, monkeypa
     rollout = RolloutConfig(engine=f"{__name__}:OF_TEXTS", **rollout)
     with pytest.raises(ConfigError, match=said):
         check_engine({"rollout": rollout}, ["0"], Config())
+
+
+@pytest.mark.parametrize(
+    ("role", "said"),
+    [
+        ({"images": ImagesConfig(column="pictures")}, r"in_flight=true with images\.column=.*"),
+        (
+            {"lora": LoraConfig(rank=4), "engine": "vllm", "dtype": Dtype.bfloat16},
+            r"in_flight=true with trainer\.lora\.rank=4: .*enable_lora: false",
+        ),
+        ({"lora": LoraConfig(rank=4), "base": ["a", "b"], "agent": "a"}, r"agents a, b have one"),
+    ],
+)
+def test_rows_under_way_whose_weights_cannot_change_are_refused(role, said):
+    own = dict(role)
+    engine = own.pop("engine", "transformers")
+    model = ModelConfig(path="no/model/here", dtype=own.pop("dtype", Dtype.float32))
+    rollout = RolloutConfig(engine=engine, in_flight=True, max_staleness=1)
+    with pytest.raises(ConfigError, match=said):
+        check_engine({"model": model, "rollout": rollout, **own}, ["0"], Config())
 
 
 def test_abilities_are_found_behind_an_object_that_is_built_when_it_is_used():

@@ -21,7 +21,7 @@ def check_weight_sync(config: Config, plan: Plan) -> None:
     if config.rollout.weight_sync is not WeightSync.broadcast:
         return
     for source, target in _transfers(plan):
-        reason = why_no_broadcast(source, target, plan.placement, plan.streams)
+        reason = why_no_broadcast(source, target, plan.placement, plan.streams, plan.stages)
         if reason:
             raise PlanError(
                 "rollout.weight_sync=broadcast, and none can bring the weights of node "
@@ -50,7 +50,7 @@ def transfer_notes(config: Config, plan: Plan) -> list[str]:
                 f"{weights} stay on their workers: each engine loads what its trainer has gathered"
             )
             continue
-        reason = why_no_broadcast(source, target, plan.placement, plan.streams)
+        reason = why_no_broadcast(source, target, plan.placement, plan.streams, plan.stages)
         broadcast = f"by broadcast from worker {senders[0]} to {worker_ranges(receivers, workers)}"
         if weight_sync is WeightSync.rows:
             route = "as rows: rollout.weight_sync=rows"

@@ -78,10 +78,7 @@ class AgentCodec:
         }
 
     def read_result(self, value: object) -> AgentEpisode:
-        """Return the episode in ``value``, whose rows this worker's version of the weights sampled.
-
-        PeerError for anything else.
-        """
+        """Return the episode in ``value``. PeerError for anything else."""
         match value:
             case {
                 "episode": packed,
@@ -112,6 +109,7 @@ def _played_row(index: int, segment: Segment) -> PlayedRow:
         logprobs=segment.logprobs,
         turns=[Turn(start, stop) for start, stop in segment.turns],
         reason=segment.finish,
+        versions=segment.versions,
     )
 
 

@@ -71,13 +71,13 @@ class PlayedRow:
         self, generation: Generation, version: int, *, continues_turn: bool = False
     ) -> None:
         """Append a turn of the policy, or, with ``continues_turn``, more tokens of the latest
-        one.
+        one. ``version`` of the weights has sampled it unless the engine has recorded others.
         """
         start = len(self.response)
         self.response += generation.token_ids
         self.mask += [True] * len(generation.token_ids)
         self.logprobs += generation.logprobs
-        self.versions += [version] * len(generation.token_ids)
+        self.versions += generation.versions_or(version)
         if continues_turn:
             self.turns[-1].stop = len(self.response)
         else:
@@ -128,7 +128,8 @@ class EpisodeCodec:
     schema: pa.Schema
     """Columns of an item, besides its images."""
     version: int
-    """Version of the weights that must play."""
+    """Version of the weights that must play, or a number of the step where each worker loads newer
+    ones while it plays; no weights are newer."""
     most_rows: int
     """Most rows of an episode."""
     images: ImageMessage = field(default_factory=ImageMessage)
@@ -206,12 +207,13 @@ def _pack_row(row: PlayedRow) -> dict[str, Any]:
         "prompt": np.asarray(row.prompt, "<i4").tobytes(),
         "response": np.asarray(row.response, "<i4").tobytes(),
         "mask": np.asarray(row.mask, "<i4").tobytes(),
+        "versions": np.asarray(row.versions, "<i8").tobytes(),
     }
 
 
-def _read_row(value: object, version: int) -> PlayedRow:
-    """Return the row in ``value``, sampled by weights of ``version``. PeerError unless its parts
-    fit together.
+def _read_row(value: object, newest: int) -> PlayedRow:
+    """Return the row in ``value``, sampled by weights of version ``newest`` or older ones.
+    PeerError unless its parts fit together.
     """
     match value:
         case {
@@ -224,6 +226,7 @@ def _read_row(value: object, version: int) -> PlayedRow:
             "prompt": bytes(prompt),
             "response": bytes(response),
             "mask": bytes(mask),
+            "versions": bytes(versions),
             "observed": list(observed),
         } if reason in list(FinishReason):
             flags = [bool(flag) for flag in _read_numbers(mask, "<i4")]
@@ -237,10 +240,10 @@ def _read_row(value: object, version: int) -> PlayedRow:
                 turns=[_read_turn(turn) for turn in turns],
                 parts=parts,
                 reason=FinishReason(reason),
-                versions=[version if flag else NOT_SAMPLED for flag in flags],
+                versions=_read_numbers(versions, "<i8"),
                 observed=[_read_observed(image) for image in observed],
             )
-            if _is_consistent(row):
+            if _is_consistent(row) and max(row.versions, default=NOT_SAMPLED) <= newest:
                 return row
     raise PeerError(f"received {str(value)[:80]!r}, which is no row of an episode")
 
@@ -274,6 +277,8 @@ def _is_consistent(row: PlayedRow) -> bool:
     checks = (
         len(row.mask) == length,
         len(row.logprobs) == length,
+        [version >= 0 for version in row.versions] == row.mask,
+        min(row.versions, default=NOT_SAMPLED) >= NOT_SAMPLED,
         len(row.prompt) > 0,
         min(row.prompt + row.response, default=-1) >= 0,
         0 <= row.segment < 2**31,

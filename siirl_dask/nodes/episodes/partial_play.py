@@ -40,7 +40,7 @@ from siirl_dask.nodes.episodes.play_common import (
     rows_of_new_episodes,
 )
 from siirl_dask.nodes.partial_rollout import blob_columns, with_older_ids
-from siirl_dask.nodes.sampling import log_passes
+from siirl_dask.nodes.sampling import log_passes, serve
 from siirl_dask.rollout import LocalQueue, RolloutEngine, processor_of
 from siirl_dask.schema import (
     GROUP_ID,
@@ -229,7 +229,7 @@ def _continue_episodes(
         opened.episode.version = engine.version
         opened.episode.budget = budget
     queue.resume([*open_episodes.values()])
-    engine.serve(queue)
+    serve(ctx, queue)
     for opened in queue.suspended:
         states[index_of_ticket[opened.ticket]] = opened
     for index, played in ended.items():

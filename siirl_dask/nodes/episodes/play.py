@@ -44,7 +44,7 @@ from siirl_dask.nodes.episodes.play_common import (
 )
 from siirl_dask.nodes.generate import rollout_sampling, validation_sampling
 from siirl_dask.nodes.prompts import MAX_TOKENS
-from siirl_dask.nodes.sampling import EARLY_COLUMNS, log_passes
+from siirl_dask.nodes.sampling import EARLY_COLUMNS, log_passes, serve, version_of_items
 from siirl_dask.planner import ContractChanges, Groups, KeptRows, columns
 from siirl_dask.rollout import LocalQueue, RolloutEngine, Sampling, processor_of
 from siirl_dask.schema import (
@@ -93,6 +93,7 @@ def _play_changes(
     *, rollout: RolloutConfig, environments: EnvironmentsConfig, **options: Any
 ) -> ContractChanges:
     changes = _changes(environments=environments, **options)
+    changes = replace(changes, in_flight=rollout.in_flight)
     if not rollout.partial:
         return changes
     groups = Groups.NEW  # some are of earlier steps
@@ -260,7 +261,7 @@ def _play_all(ctx: Context, episodes: pa.Table, setup: PlaySetup) -> list[Played
     engine: RolloutEngine = ctx.resource
     order = np.argsort(-episodes[TOKENS].to_numpy(), kind="stable").tolist()
     schema, items = setup.items(engine, rows_at(episodes, np.array(order, np.intp)))
-    codec = _codec(schema, engine.version, setup.rules.rows)
+    codec = _codec(schema, version_of_items(ctx), setup.rules.rows)
     on_result = _early_rows(ctx, episodes, order, setup)
     if ctx.steal_from_peers is None:
         source = LocalQueue(items, on_result)
@@ -332,5 +333,5 @@ def _serve(ctx: Context, source: Any, own_count: int, setup: PlaySetup) -> Episo
             session=session,
             answers=answers,
         )
-        engine.serve(queue)
+        serve(ctx, queue)
     return queue

@@ -71,6 +71,11 @@ def _check_options(
             "rollout.router_replay=true: the rows of an agent's episode have no routes; leave it "
             "out"
         )
+    if rollout.in_flight:
+        raise ConfigError(
+            "rollout.in_flight=true: the rows of an agent's episode have no version of each of "
+            "their tokens; leave it out"
+        )
     if rollout.partial:
         raise ConfigError(
             "rollout.partial=true: an episode ends in the step in which it began; leave it out"

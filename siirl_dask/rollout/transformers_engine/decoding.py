@@ -320,8 +320,10 @@ def decode(
     images: Sequence[PromptImages | None] = (),
     recorder: RouteRecorder | None = None,
     graphs: DecodeGraphs | None = None,
+    cut: Callable[[], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sample until each row has an end token or as many tokens as its limit, at least one.
+    """Sample until each row has an end token or as many tokens as its limit, at least one; or,
+    after any token, until ``cut()``.
 
     ``images`` are those of each prompt, if any has some; rows with the same ids and images have the
     same object. ``recorder`` has the rows' routes afterwards. With ``graphs``, rows without images
@@ -363,7 +365,7 @@ def decode(
         tokens[at, rows] = drawn
         logprobs[at, rows] = drawn_logprobs
         ended |= is_end[drawn] | (longest[rows] <= at + 1)
-        if ended.all():
+        if ended.all() or (cut is not None and cut()):
             break
         decoder.append(chosen)
         if ended.mean() >= ENDED:

@@ -75,8 +75,10 @@ def decode_with_drafts(
     pad_token: int,
     choose: ChooseAt,
     drafts: BatchDrafts,
+    cut: Callable[[], bool] | None = None,
 ) -> tuple[list[list[int]], list[list[float]], RowPasses]:
-    """Sample until each row has an end token or as many tokens as its limit, at least one.
+    """Sample until each row has an end token or as many tokens as its limit, at least one; or,
+    after any pass, until ``cut()``.
 
     Returns the tokens and the log-probs of each row, and the tokens and passes after the prompts.
     """
@@ -92,6 +94,8 @@ def decode_with_drafts(
     draws = _PassDraws(rows, choose, ends, drafts)
     draws.take(batch, logits)
     while not all(rows[row].ended for row in batch):
+        if cut is not None and cut():
+            break
         under_way = np.array([not rows[row].ended for row in batch])
         if 1 - under_way.mean() >= ENDED:
             batch = batch[under_way]

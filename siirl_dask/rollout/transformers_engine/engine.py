@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from siirl_dask.config import ModelConfig
-from siirl_dask.context import HoldsNoGroups
+from siirl_dask.context import ArrivingWeights, HoldsNoGroups
 from siirl_dask.devices import accelerator
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.images.processor import ImageProcessor
@@ -40,6 +40,7 @@ from siirl_dask.rollout.image_prompts import PromptImageReader
 from siirl_dask.rollout.specs import alternatives
 from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
+from siirl_dask.rollout.transformers_engine.continued_rows import ContinuedRow
 from siirl_dask.rollout.transformers_engine.decode_graphs import decode_graphs
 from siirl_dask.rollout.transformers_engine.decoding import decode, use_decoding
 from siirl_dask.rollout.transformers_engine.draft_decoding import ChooseAt, decode_with_drafts
@@ -130,12 +131,19 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
     def serve(self, queue: RequestQueue) -> None:
         """Generate until the queue is empty, one batch after the other."""
         try:
-            self._serve(queue)
+            self._serve(queue, None)
         finally:
             if self._reader is not None:
                 self._reader.forget()
 
-    def _serve(self, queue: RequestQueue) -> None:
+    def serve_in_flight(self, queue: RequestQueue, weights: ArrivingWeights) -> None:
+        """Generate until the queue is empty, and load weights that arrive between two tokens: the
+        rows of the batch go on as continued ones.
+        """
+        assert self._reader is None, "images with weights in flight are refused before a start"
+        self._serve(queue, weights)
+
+    def _serve(self, queue: RequestQueue, weights: ArrivingWeights | None) -> None:
         while batch := queue.next(self._max_rows, wait=True):
             check_prompts([request.prompt for _, request in batch])
             if self._reader is None:
@@ -144,9 +152,29 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
             for ticket, request in batch:
                 groups.setdefault(_unlimited(request), []).append((ticket, request))
             for alike in groups.values():
-                generations = self._generate_batch([request for _, request in alike])
+                requests = [request for _, request in alike]
+                if weights is None:
+                    generations = self._generate_batch(requests)
+                else:
+                    generations = self._generate_in_flight(requests, weights)
                 for (ticket, _), generation in zip(alike, generations, strict=True):
                     queue.complete(ticket, generation)
+
+    def _generate_in_flight(
+        self, requests: Sequence[GenerationRequest], weights: ArrivingWeights
+    ) -> list[Generation]:
+        """Generate for requests with equal sampling parameters; new weights end the batch, and what
+        is left of its rows is another.
+        """
+        rows = [ContinuedRow(request) for request in requests]
+        while under_way := [row for row in rows if row.reason is None]:
+            while weights.arrived():
+                weights.load()
+            rest = [row.rest() for row in under_way]
+            generations = self._generate_batch(rest, cut=weights.arrived)
+            for row, generation in zip(under_way, generations, strict=True):
+                row.add(generation, self.version)
+        return [row.whole() for row in rows]
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy every parameter in place. ValueError, before anything changes, if the names or
@@ -186,10 +214,12 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         self,
         requests: Sequence[GenerationRequest],
         on_tokens: Callable[[Tensor], None] | None = None,
+        cut: Callable[[], bool] | None = None,
     ) -> list[Generation]:
         """Generate for requests with equal sampling parameters, up to the longest response that
         one of them allows. ``on_tokens`` is called with the tokens of each position, those of the
-        rows that have not ended; then no tokens are drafted.
+        rows that have not ended; then no tokens are drafted. All rows end, after any token, where
+        ``cut()`` says so.
         """
         prompts = [request.prompt for request in requests]
         limits = [request.sampling.max_tokens for request in requests]
@@ -211,30 +241,34 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         given = self._model, prompts, limits, ends, self._pad_token, choose
         shown = () if self._reader is None else self._reader.read(requests)
         if self._draft_tokens and on_tokens is None and not any(shown):
-            drawn_rows, scores = self._with_drafts(requests, ends, choose)
+            drawn_rows, scores = self._with_drafts(requests, ends, choose, cut)
             return [
                 self._cut(row, logprobs_of_row, limit, ends)
                 for row, logprobs_of_row, limit in zip(drawn_rows, scores, limits, strict=True)
             ]
         if self._decodes:
             tokens, logprobs = decode(
-                *given, images=shown, recorder=self._recorder, graphs=self._graphs
+                *given, images=shown, recorder=self._recorder, graphs=self._graphs, cut=cut
             )
         else:
-            tokens, logprobs = generate(*given)
-        cut = [
+            tokens, logprobs = generate(*given, cut=cut)
+        samples = [
             self._cut(*row, ends)
             for row in zip(tokens.tolist(), logprobs.tolist(), limits, strict=True)
         ]
         if self._recorder is None:
-            return cut
+            return samples
         return [
             replace(sample, routes=self._recorder.routes(row, len(sample.token_ids)))
-            for row, sample in enumerate(cut)
+            for row, sample in enumerate(samples)
         ]
 
     def _with_drafts(
-        self, requests: Sequence[GenerationRequest], ends: frozenset[int], choose: ChooseAt
+        self,
+        requests: Sequence[GenerationRequest],
+        ends: frozenset[int],
+        choose: ChooseAt,
+        cut: Callable[[], bool] | None,
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Return tokens and log-probs of each row, of which several may come from one pass."""
         prompts = [request.prompt for request in requests]
@@ -252,6 +286,7 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
             pad_token=self._pad_token,
             choose=choose,
             drafts=drafts,
+            cut=cut,
         )
         before = self._passes
         self._passes = RowPasses(before.tokens + own.tokens, before.passes + own.passes)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from siirl_dask.config import Sampler
 from siirl_dask.errors import ConfigError
@@ -25,6 +33,7 @@ def generate(
     ends: frozenset[int],
     pad_token: int,
     choose: Choose,
+    cut: Callable[[], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample as ``decoding.decode`` does, with arguments and results of the same meaning.
 
@@ -37,6 +46,7 @@ def generate(
         input_ids.to(model.device),
         attention_mask=mask.to(model.device),
         logits_processor=LogitsProcessorList([chosen]),
+        stopping_criteria=StoppingCriteriaList([] if cut is None else [_Cut(cut)]),
         generation_config=GenerationConfig(
             max_new_tokens=max(limits),
             do_sample=False,  # a token is left to choose from
@@ -79,6 +89,17 @@ def check_generate(model: PreTrainedModel, path: str) -> None:
             f"{alternatives('transformers', lambda able: Sampler.exact in able.samplers)}, or "
             "another model"
         )
+
+
+class _Cut(StoppingCriteria):
+    """Ends all rows inside ``generate`` where ``cut()`` says so."""
+
+    def __init__(self, cut: Callable[[], bool]) -> None:
+        self._cut = cut
+
+    def __call__(self, input_ids: Tensor, scores: Any, **others: Any) -> Tensor:
+        """Return whether each row ends. [B, T] -> [B] bool."""
+        return torch.full((len(input_ids),), self._cut(), device=input_ids.device)
 
 
 class _ChosenTokens(LogitsProcessor):

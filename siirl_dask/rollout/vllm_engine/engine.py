@@ -9,6 +9,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import isfinite
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig
-from siirl_dask.context import Device, DeviceKind, HoldsNoGroups, Rank
+from siirl_dask.context import ArrivingWeights, Device, DeviceKind, HoldsNoGroups, Rank
 from siirl_dask.devices import traits_of
 from siirl_dask.errors import ConfigError, RunError, counted
 from siirl_dask.images.processor import ImageProcessor
@@ -74,6 +75,22 @@ logger = logging.getLogger("siirl_dask.rollout")
 
 _OPEN: weakref.WeakSet[VllmEngine] = weakref.WeakSet()
 """Engines that have begun to start and were not closed."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that vLLM works on."""
+
+    ticket: Any
+    request: GenerationRequest
+    versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each token, up to the latest change of weights."""
+
+    def versions_of(self, tokens: int, version: int) -> list[int]:
+        """Return the version of each of ``tokens`` tokens, the latest of which ``version`` has
+        sampled.
+        """
+        return self.versions + [version] * (tokens - len(self.versions))
 
 
 class VllmEngine(MergesAdapters, HoldsNoGroups):
@@ -159,6 +176,16 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
 
     def serve(self, queue: RequestQueue) -> None:
         """Generate until the queue is empty. A row that is done makes room for the next at once."""
+        self._serve(queue, None)
+
+    def serve_in_flight(self, queue: RequestQueue, weights: ArrivingWeights) -> None:
+        """Generate until the queue is empty, and load weights that arrive between two steps: rows
+        under way are preempted, and vLLM computes their keys and values again.
+        """
+        assert self._ranks.size == 1, "ranks load weights at the same step: refused before a start"
+        self._serve(queue, weights)
+
+    def _serve(self, queue: RequestQueue, weights: ArrivingWeights | None) -> None:
         self._sleep.end()
         if self._ranks.size > 1:
             queue = TensorParallelQueue(
@@ -170,20 +197,36 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
                 waiting=self._waiting,
             )
         engine = self._llm.llm_engine
-        running: dict[str, tuple[Any, GenerationRequest]] = {}
+        running: dict[str, _Running] = {}
         try:
             with self._eager():
                 while self._admit(queue, running):
                     self._progress()
+                    while weights is not None and weights.arrived():
+                        self._change_weights(weights, running)
                     for output in engine.step():
                         if output.finished:
-                            ticket, request = running.pop(output.request_id)
-                            check_read(output, request.prompt)
-                            queue.complete(ticket, self._generation(output, len(request.prompt)))
+                            row = running.pop(output.request_id)
+                            check_read(output, row.request.prompt)
+                            generation = self._generation(output, len(row.request.prompt))
+                            if weights is not None:
+                                versions = row.versions_of(len(generation.token_ids), self.version)
+                                generation = replace(generation, versions=versions)
+                            queue.complete(row.ticket, generation)
                     self._tell_cache()
         finally:
             if running:
                 engine.abort_request(list(running))
+
+    def _change_weights(self, weights: ArrivingWeights, running: Mapping[str, _Running]) -> None:
+        """Load weights between two steps. The tokens that rows have by now are the older ones'."""
+        engine = self._llm.llm_engine
+        for state in engine.output_processor.request_states.values():
+            row = running[state.external_req_id]
+            row.versions = row.versions_of(state.detokenizer.num_output_tokens(), self.version)
+        # all of them: a key of the old weights under the new ones would be a third model's
+        engine.reset_prefix_cache(reset_running_requests=True)
+        weights.load()
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every parameter and reset the prefix cache.
@@ -231,7 +274,8 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         made.
         """
         self._llm.reset_prefix_cache()
-        self._llm.llm_engine.reset_encoder_cache()
+        if self.processor is not None:
+            self._llm.llm_engine.reset_encoder_cache()
 
     def sleep(self, *, weights_follow: bool = False) -> None:
         """Free the KV cache, and move the weights to the host, or free them if others follow: as
@@ -285,9 +329,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         """Switch torch.compile off on a CPU, where it would spend 23 seconds in a C++ compiler."""
         return torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
 
-    def _admit(
-        self, queue: RequestQueue, running: dict[str, tuple[Any, GenerationRequest]]
-    ) -> bool:
+    def _admit(self, queue: RequestQueue, running: dict[str, _Running]) -> bool:
         """Pass vLLM as many requests as there is room for. Return whether any are under way."""
         room = self._max_rows - len(running)
         for ticket, request in queue.next(room, wait=not running) if room else ():
@@ -298,7 +340,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
             )
             prompt = prompt_of(request, self.processor, self._llm.llm_engine)
             self._llm.llm_engine.add_request(name, prompt, params, lora_request=self._slots.chosen)
-            running[name] = ticket, request
+            running[name] = _Running(ticket, request)
         return bool(running)
 
     def _tell_cache(self) -> None:

@@ -138,6 +138,7 @@ SPEC = EngineSpec(
         adapters=True,
         routes=True,
         tensor_parallel=True,
+        in_flight=True,
     ),
     memory=EngineMemory(host_cache=host_cache, footprint=footprint, changes=changes),
     facts=EngineFacts(
