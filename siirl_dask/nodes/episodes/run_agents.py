@@ -71,10 +71,9 @@ def _check_options(
             "rollout.router_replay=true: the rows of an agent's episode have no routes; leave it "
             "out"
         )
-    if rollout.partial:
-        raise ConfigError(
-            "rollout.partial=true: an episode ends in the step in which it began; leave it out"
-        )
+    if rollout.continues_episodes:
+        key = f"rollout.window={rollout.window}" if rollout.window else "rollout.partial=true"
+        raise ConfigError(f"{key}: an episode ends in the step in which it began; leave it out")
 
 
 @declares(
