@@ -201,7 +201,9 @@ class RolloutConfig:
     @property
     def continues_episodes(self) -> bool:
         """Whether episodes may go on in the next step."""
-        return self.partial or self.window > 0
+        if self.partial:
+            return True
+        return self.window > 0
 
     @property
     def steps_per_response(self) -> int:

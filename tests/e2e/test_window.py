@@ -109,3 +109,15 @@ def test_a_window_without_episodes_is_refused_before_anything_starts(train):
     given = ("rollout.window=2", "rollout.max_staleness=1", "rollout.steps_ahead=0")
     with pytest.raises(ConfigError, match=r"rollout\.window=2 and no node plays episodes"):
         train("responses", *given, "cluster.workers=1", "cluster.placement={}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_transformers_repeats_the_ledger_of_vllm(train, tmp_path):
+    """The engine of vLLM has turns under way when a step has enough."""
+    pytest.importorskip("vllm")
+    vllm = ("rollout.engine=vllm", "rollout.vllm.kv_cache_memory=16MiB", "rollout.max_rows=3")
+    run = train("run", *GIVEN, *APART, *vllm, config_file=TURNS)
+    check_steps(run)
+    ledger = f"rollout.ledger={tmp_path / 'run' / 'rollouts'}"
+    check_same(run, train("again", *GIVEN, *APART, ledger, config_file=TURNS))

@@ -150,7 +150,9 @@ class EpisodeQueue:
         self.check_stop()
         if self._open:
             return False
-        return bool(self.source.ended()) or self._has_enough(all_begun=False)
+        if self.source.ended():
+            return True
+        return self._has_enough(all_begun=False)
 
     def complete(self, ticket: OpenEpisode, result: Generation) -> None:
         """Give a sampled turn to the episode's environment."""

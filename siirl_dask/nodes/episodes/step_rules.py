@@ -15,7 +15,7 @@ from siirl_dask.errors import DataError, counted
 from siirl_dask.nodes.episodes.episode_queue import OpenEpisode
 from siirl_dask.nodes.episodes.episode_rows import NOT_SAMPLED, PlayedEpisode, PlayedRow
 from siirl_dask.nodes.episodes.ledger import LedgerRow, LedgerStep, read_ledger_step
-from siirl_dask.nodes.episodes.window import Choice, GroupProgress, choose_groups, groups_left
+from siirl_dask.nodes.episodes.window import GroupChoice, GroupProgress, choose_groups, groups_left
 
 State = OpenEpisode | PlayedEpisode | None
 """An episode that continues, one that has ended, or None for one that has not begun."""
@@ -40,7 +40,7 @@ class StepRule(Protocol):
         """
         ...
 
-    def choose(self, states: Sequence[State]) -> Choice:
+    def choose(self, states: Sequence[State]) -> GroupChoice:
         """Return the groups that the step takes, once it is over. DataError where they are not
         those of the run that is repeated.
         """
@@ -92,9 +92,9 @@ class BudgetRule:
     def has_enough(self, opened: Collection[OpenEpisode], *, all_begun: bool) -> bool:
         return False
 
-    def choose(self, states: Sequence[State]) -> Choice:
+    def choose(self, states: Sequence[State]) -> GroupChoice:
         missing = _missing(self._groups, states)
-        return Choice(frozenset(group for group, count in missing.items() if not count))
+        return GroupChoice(frozenset(group for group, count in missing.items() if not count))
 
 
 class WindowRule:
@@ -131,7 +131,7 @@ class WindowRule:
     def has_enough(self, opened: Collection[OpenEpisode], *, all_begun: bool) -> bool:
         return len(self._whole_at) >= self._count
 
-    def choose(self, states: Sequence[State]) -> Choice:
+    def choose(self, states: Sequence[State]) -> GroupChoice:
         oldest: dict[int, int] = {}
         for group, state in zip(self._groups, states, strict=True):
             for version in sampled_versions(state):
@@ -216,15 +216,17 @@ class LedgerRule:
         pass
 
     def has_enough(self, opened: Collection[OpenEpisode], *, all_begun: bool) -> bool:
-        return all_begun and all(one.episode.budget_spent for one in opened)
+        if not all_begun:
+            return False
+        return all(one.episode.budget_spent for one in opened)
 
-    def choose(self, states: Sequence[State]) -> Choice:
+    def choose(self, states: Sequence[State]) -> GroupChoice:
         for index, row in self._rows.items():
             state = states[index]
             assert isinstance(state, PlayedEpisode)
             row.apply_to(state.rows[0])
         taken = frozenset(self._groups[index] for index in self._rows)
-        return Choice(taken)
+        return GroupChoice(taken)
 
 
 def sampled_versions(state: State) -> Iterator[int]:

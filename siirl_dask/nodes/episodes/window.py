@@ -26,7 +26,7 @@ class GroupProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class GroupChoice:
     """Groups that a step takes, and those that are dropped; all others go on in the next step."""
 
     taken: frozenset[int]
@@ -41,7 +41,7 @@ def groups_left(window: int, rank: int, workers: int) -> int:
 
 def choose_groups(
     groups: Iterable[GroupProgress], count: int, *, trained_next: int, max_staleness: int
-) -> Choice:
+) -> GroupChoice:
     """Return ``count`` groups that are whole, or all that are, by the age of their oldest token
     and then in the order in which they became whole; and those that the next step could not train.
 
@@ -63,4 +63,4 @@ def choose_groups(
             continue
         if trained_next - group.oldest_version > max_staleness:
             dropped.append(group.group)
-    return Choice(taken, frozenset(dropped))
+    return GroupChoice(taken, frozenset(dropped))
