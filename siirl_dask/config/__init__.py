@@ -44,6 +44,7 @@ from siirl_dask.config.training import (
     TrainerConfig,
     VisionPart,
 )
+from siirl_dask.config.window import check_window
 from siirl_dask.devices.profile_level import ProfileLevel
 from siirl_dask.errors import ConfigError
 
@@ -155,6 +156,7 @@ class Config:
             )
         self._fill_longest_row()
         check_agents(self.agents, self.rollout, self.data.batch_size)
+        check_window(self.rollout, self.data.batch_size, self.algorithm.minibatches)
 
     def _fill_longest_row(self) -> None:
         """Give each model the longest row of the run, prompt and response, unless

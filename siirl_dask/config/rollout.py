@@ -152,11 +152,18 @@ class RolloutConfig:
     """Most tokens of a response that are generated in one step, with ``partial``."""
     steps_ahead: int | None = None
     """Steps generated ahead of training. None: what ``max_staleness`` leaves after the steps of
-    partial responses."""
+    partial responses, or after one step for ``window``."""
     in_flight: bool = False
     """Load new weights while rows are generated, as soon as they are on a worker: rows under way go
     on with them. ``max_staleness`` bounds the age of a row's first token. Which weights sampled a
     token depends on time then; ``token_versions`` has it."""
+    window: int = 0
+    """Prompts, over all workers, whose episodes a step may leave to the next one: it takes the
+    first groups that are whole, and the environments of the others stay open. A group that would
+    be older than ``max_staleness`` then is dropped, and begins again. 0: a step waits for all."""
+    ledger: str | None = None
+    """Table of samples of another run with ``window``, such as ``runs/first/rollouts``, whose
+    choice of groups is repeated step by step; the clock decides nothing."""
     weight_bucket: str = "256MiB"
     """Largest piece of the policy's new weights that is on its way to the engines at once; a larger
     parameter travels alone."""
@@ -199,10 +206,17 @@ class RolloutConfig:
 
     @property
     def rows_per_prompt(self) -> int:
-        """Most rows of a step per prompt, counting partial responses of earlier steps that end
-        in it.
+        """Most rows of a step per prompt, counting partial responses, and groups of ``window``, of
+        earlier steps that end in it.
         """
-        return self.n * self.steps_per_response
+        return self.n * (2 if self.window else self.steps_per_response)
+
+    @property
+    def continues_episodes(self) -> bool:
+        """Whether episodes may go on in the next step."""
+        if self.partial:
+            return True
+        return self.window > 0
 
     @property
     def steps_per_response(self) -> int:
@@ -236,6 +250,7 @@ class RolloutConfig:
             top_k=self.top_k,
             max_staleness=self.max_staleness,
             draft_tokens=self.draft_tokens,
+            window=self.window,
         )
         above("rollout", 0, temperature=self.temperature)
         if not 0 < self.top_p <= 1:
@@ -441,14 +456,15 @@ class RolloutConfig:
             )
         if self.max_tokens_per_step is not None:
             at_least("rollout", 1, max_tokens_per_step=self.max_tokens_per_step)
-        allowed = self.max_staleness - (self.steps_per_response - 1)
+        later_steps = 1 if self.window else self.steps_per_response - 1
+        allowed = self.max_staleness - later_steps
         self.steps_ahead = allowed if self.steps_ahead is None else self.steps_ahead
         if not 0 <= self.steps_ahead <= allowed:
             raise ConfigError(
                 f"rollout.max_staleness={self.max_staleness}: expected at least the steps ahead, "
-                f"{max(self.steps_ahead, 0)} (rollout.steps_ahead), and "
-                f"{self.steps_per_response - 1} more for a response of {self.steps_per_response} "
-                "steps (rollout.max_response_length, rollout.max_tokens_per_step)"
+                f"{max(self.steps_ahead, 0)} (rollout.steps_ahead), and {later_steps} more for a "
+                f"response of {later_steps + 1} steps (rollout.window, or "
+                "rollout.max_response_length and rollout.max_tokens_per_step)"
             )
 
 
