@@ -39,7 +39,7 @@ from siirl_dask.models.loading import load_pretrained, model_class  # noqa: E402
 from siirl_dask.tasks.tiny_vlm import tiny_vlm  # noqa: E402
 from siirl_dask.testing.image_rows import READ, Row, pack  # noqa: E402
 from siirl_dask.training.batch_images import ImageInputs  # noqa: E402
-from siirl_dask.training.model.network import PolicyNetwork  # noqa: E402
+from siirl_dask.training.model.heads import PolicyNetwork  # noqa: E402
 from siirl_dask.training.model.trial import use_row_layout  # noqa: E402
 from siirl_dask.training.packing import MicroBatch, micro_batches  # noqa: E402
 

@@ -125,7 +125,7 @@ class Coercer:
         arguments = get_args(hint)
         if _is_kind(kind, Mapping) and not isinstance(value, Mapping):
             raise self.error(f"{where}={value!r}: expected a mapping")
-        listed = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+        listed = _is_list(value)
         if _is_kind(kind, Sequence):
             length = (
                 len(arguments)
@@ -133,7 +133,7 @@ class Coercer:
                 else None
             )
             if not listed or (length is not None and len(value) != length):
-                count = length or "any number of"
+                count = "any number of" if length is None else length
                 raise self.error(
                     f"{where}={value!r}: expected a list of {count} values, as in [0, 1]"
                 )
@@ -142,7 +142,9 @@ class Coercer:
             return {key: self(item, item_hint, f"{where}.{key}") for key, item in value.items()}
         if not listed:
             return value
-        hints = [item for item in arguments if item is not Ellipsis] or [Any]
+        hints = [item for item in arguments if item is not Ellipsis]
+        if not hints:
+            hints = [Any]
         items = [
             self(item, hints[min(at, len(hints) - 1)], f"{where}[{at}]")
             for at, item in enumerate(value)
@@ -154,18 +156,33 @@ def _is_kind(hint: Any, kind: type) -> bool:
     """Tell whether an annotation's class is a container of ``kind``; a text is no sequence of
     values.
     """
-    return isinstance(hint, type) and issubclass(hint, kind) and not issubclass(hint, (str, bytes))
+    if not isinstance(hint, type) or issubclass(hint, (str, bytes)):
+        return False
+    return issubclass(hint, kind)
+
+
+def _is_list(value: Any) -> bool:
+    if isinstance(value, (str, bytes)):
+        return False
+    return isinstance(value, Sequence)
 
 
 def _is_callable(hint: Any) -> bool:
-    is_protocol = getattr(hint, "_is_protocol", False) and "__call__" in vars(hint)
-    return hint is Callable or get_origin(hint) is get_origin(Callable[..., Any]) or is_protocol
+    if hint is Callable or get_origin(hint) is get_origin(Callable[..., Any]):
+        return True
+    if not getattr(hint, "_is_protocol", False):
+        return False
+    return "__call__" in vars(hint)
 
 
 def _is_call(value: Any) -> bool:
     """Tell whether a mapping spells a function with options: ``{run: ..., with: {...}}``."""
-    return isinstance(value, Mapping) and value.keys() == set(_CALL)
+    if not isinstance(value, Mapping):
+        return False
+    return value.keys() == set(_CALL)
 
 
 def _names_nothing(value: Any) -> bool:
-    return _is_call(value) and not value["run"] and not value["with"]
+    if not _is_call(value) or value["run"]:
+        return False
+    return not value["with"]

@@ -120,7 +120,8 @@ def new_subgroup(ranks: Sequence[int], parent: Any, backend: str | None = None) 
     Its name depends on the number of groups that a process is in: ranks that differ in it would
     wait for ever. Its timeout is that of ``parent``.
     """
-    backend = backend or dist.get_backend(parent)
+    if backend is None:
+        backend = dist.get_backend(parent)
     timeout = parent._get_backend(parent._device_types[0]).options._timeout
     return _unsorted_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
 

@@ -184,7 +184,17 @@ class Recorder:
         end = time.monotonic_ns() if end is None else end
         number = self._sequence if sequence is None else sequence
         self._put(
-            Entry(lane, what, name, beside, self._phase, number, start, max(0, end - start), amount)
+            Entry(
+                lane=lane,
+                what=what,
+                name=name,
+                beside=beside,
+                phase=self._phase,
+                sequence=number,
+                start=start,
+                duration=max(0, end - start),
+                amount=amount,
+            )
         )
 
     def count(self, lane: Lane, name: str, value: int) -> None:
@@ -204,28 +214,27 @@ class Recorder:
         """
         for (lane, name), count in [*self._counts.items()]:
             for at, value in count.drain():
-                self._put(
-                    Entry(lane, "count", name, True, self._phase, self._sequence, at, 0, value)
-                )
+                self._put(self._count_of(lane, name, at, value))
         drained = [self._entries.popleft() for _ in range(len(self._entries))]
         if self._dropped and drained:
             dropped = self._dropped
             self._dropped = 0
             at = drained[0].start
-            drained.append(
-                Entry(
-                    Lane.CONTROL,
-                    "count",
-                    "dropped",
-                    True,
-                    self._phase,
-                    self._sequence,
-                    at,
-                    0,
-                    dropped,
-                )
-            )
+            drained.append(self._count_of(Lane.CONTROL, "dropped", at, dropped))
         return drained
+
+    def _count_of(self, lane: Lane, name: str, at: int, value: int) -> Entry:
+        return Entry(
+            lane=lane,
+            what="count",
+            name=name,
+            beside=True,
+            phase=self._phase,
+            sequence=self._sequence,
+            start=at,
+            duration=0,
+            amount=value,
+        )
 
     def enter(self, name: str) -> bool:
         """Note that a span begins, and return whether it is one of the chain."""
@@ -256,7 +265,7 @@ class _Count:
         self._last = 0
 
     def add(self, at: int, value: int) -> None:
-        edge = not value or not self._last
+        edge = 0 in (value, self._last)
         self._last = value
         if at < self._due and not edge:
             return

@@ -12,7 +12,7 @@ from siirl_dask.observe import Accuracy, BytesPerStep, Slowest, Status, Summary,
 from siirl_dask.observe.metrics import METRICS_FILE, Record, encode
 from siirl_dask.observe.trace.trace_table import trace_table
 from siirl_dask.planner import Phase
-from siirl_dask.runs.attempt import FOLDER
+from siirl_dask.runs.attempt_folder import FOLDER
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, write_identity
 from siirl_dask.runs.holder import Holder
 from siirl_dask.trace import Entry, Lane

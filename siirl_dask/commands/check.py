@@ -51,9 +51,13 @@ class _Bar:
 
     def __init__(self) -> None:
         console = PipeConsole(stderr=True)
-        columns = (bars.BarColumn(bar_width=30), bars.DownloadColumn(), bars.TimeRemainingColumn())
         self._bars = bars.Progress(
-            *columns, console=console, transient=True, disable=not console.is_terminal
+            bars.BarColumn(bar_width=30),
+            bars.DownloadColumn(),
+            bars.TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
         )
         self._task = self._bars.add_task("check", total=None)
         self._lock = threading.Lock()

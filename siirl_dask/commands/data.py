@@ -231,7 +231,9 @@ def _show(chosen: argparse.Namespace) -> None:
             "--model and --tokenizer: expected one of them, both name the model whose tokens are "
             "counted"
         )
-    path = chosen.model or chosen.tokenizer
+    path = chosen.model
+    if not path:
+        path = chosen.tokenizer
     if chosen.max_prompt_length is not None and path is None:
         raise ConfigError("--max-prompt-length counts tokens, and needs --tokenizer or --model")
     tokenizer = None
@@ -289,20 +291,20 @@ def row_progress(
     """Show a bar of rows on a terminal; yields the function that moves it: ``(rows, bytes, rows
     in all or None)``.
     """
-    columns = (
+    with bars.Progress(
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
         bars.TextColumn("{task.completed:,} rows {task.fields[size]}"),
         bars.TimeElapsedColumn(),
         bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task(text, total=None, size="")
 
         def show(rows: int, nbytes: int, total: int | None) -> None:
-            seconds = bar.tasks[0].elapsed or 0.0
+            seconds = bar.tasks[0].elapsed
             size = (
                 f"{nbytes / 1e6:,.0f} MB, {nbytes / 1e6 / seconds:,.0f} MB/s"
                 if nbytes and seconds

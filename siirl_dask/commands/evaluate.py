@@ -73,7 +73,9 @@ def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
     """
     run = is_run_or_model(request.model, request.step)
     step = Run(request.model).checkpoint_step(request.step) if run else None
-    out = request.out or _default_out(request, step)
+    out = request.out
+    if not out:
+        out = _default_out(request, step)
     check_unused(out, "--out")
     config = _config(request, out, run)
     if config.agents:
@@ -88,7 +90,9 @@ def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
     )
     with ExitStack() as over:
         if run:
-            store = request.out or join(request.model, _FOLDER)
+            store = request.out
+            if not store:
+                store = join(request.model, _FOLDER)
             config.model.path = over.enter_context(folder_for_workers(config.cluster, store))
         dag, source = _planned(config, answering)
         if run:

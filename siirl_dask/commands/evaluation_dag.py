@@ -90,7 +90,9 @@ def answering_of(
         return _scored(config, scored)
     if spec["run"] is run_agents:
         return _living(run, config, spec)
-    name = world or spec["options"]["world"]
+    name = world
+    if not name:
+        name = spec["options"]["world"]
     return _playing(config, _recorded_role(run, config, name), name)
 
 
@@ -113,8 +115,12 @@ def evaluation_dag(config: Config, answering: Answering, data: Schema) -> DAG:
     keep = partial(
         eval_table, n=measure["n"], source=measure["source"], episodes=answering.episodes
     )
-    types = (data.field(name).type for name in (PROMPT, ANSWER))
-    columns = eval_table_schema(*types, episodes=answering.episodes, agents=answering.agents)
+    columns = eval_table_schema(
+        data.field(PROMPT).type,
+        data.field(ANSWER).type,
+        episodes=answering.episodes,
+        agents=answering.agents,
+    )
     counted = partial(measure_answers, **measure, alone=True)
     last = answering.nodes[-1]
     nodes = (

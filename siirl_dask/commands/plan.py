@@ -204,12 +204,9 @@ def _assumed(config: Config) -> list[str]:
     )
     if not set(absent) <= set(config.data.urls):
         note += f", and {config.data.batch_size} rows to validate on"
-    made = config.data.prepare is not None and not set(absent).isdisjoint(config.data.urls)
-    return [
-        f"{note}; a run calls data.prepare={config.data.prepare} first"
-        if made
-        else f"{note}; a run needs that data"
-    ]
+    if config.data.prepare is None or set(absent).isdisjoint(config.data.urls):
+        return [f"{note}; a run needs that data"]
+    return [f"{note}; a run calls data.prepare={config.data.prepare} first"]
 
 
 def _devices(memory: int | None, cards: Cards) -> str:

@@ -98,7 +98,9 @@ def replay(request: ReplayRequest) -> Replayed:
         config, cut.dag, [StoredPass(group.steps, group.checkpoint) for group in groups]
     )
     weights = tuple(
-        _weights(*pair, config, request) for pair in zip(groups, built, strict=True) if pair[1]
+        _weights(group, roles, config, request)
+        for group, roles in zip(groups, built, strict=True)
+        if roles
     )
     written = dict.fromkeys(
         name for node in cut.dag.nodes[1:] for name in node.contract.writes.names
@@ -114,16 +116,13 @@ def _weights(
     last = group.steps[-1]
     found = group.checkpoint
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    source = (
-        f"model.path={config.model.path}"
-        if found is None
-        else f"the checkpoint of step {found.step}"
-    )
-    lacking = found is None and last > 1 and request.checkpoint is Weights.BEFORE
-    return (
-        f"{', '.join(roles)} at {steps}: the weights of "
-        f"{source}{', as no checkpoint is older' if lacking else ''}"
-    )
+    if found is not None:
+        source = f"the checkpoint of step {found.step}"
+    else:
+        source = f"model.path={config.model.path}"
+        if last > 1 and request.checkpoint is Weights.BEFORE:
+            source += ", as no checkpoint is older"
+    return f"{', '.join(roles)} at {steps}: the weights of {source}"
 
 
 def changed_spec(
@@ -163,7 +162,9 @@ def _set(key: str, config: Config, owners: Sequence[dict[str, Any]]) -> bool:
     group, _, name = key.partition(".")
     found = False
     for owner in owners:
-        options = owner.get("with") or {}
+        options = owner.get("with")
+        if not options:
+            continue
         if key in _FUNCTIONS and (option := _FUNCTIONS[key]) in options:
             options[option] = _function(config, key)
             found = True
@@ -242,4 +243,7 @@ def _reward(value: float | None) -> str:
 
 def _one_line(text: str) -> str:
     """Return a text on one line, cut to what a terminal shows."""
-    return textwrap.shorten(printable(text), _WIDTH, placeholder=" ...") or "(nothing)"
+    line = textwrap.shorten(printable(text), _WIDTH, placeholder=" ...")
+    if not line:
+        return "(nothing)"
+    return line

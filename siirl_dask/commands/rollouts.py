@@ -108,9 +108,7 @@ def show_rollouts(asked: Namespace) -> None:
     """Print the answers to what was asked, or write them to a page. UserError for what cannot be
     answered.
     """
-    chosen = any(getattr(asked, name) is not None for name in _CHOSEN) or any(
-        (asked.by, asked.diff, asked.zero_variance, asked.turns, asked.lengths, asked.mismatch)
-    )
+    chosen = _asks_ready_question(asked)
     if asked.sql is not None and chosen:
         raise ConfigError("give SQL or ready questions, not both")
     with open_rollouts(
@@ -119,6 +117,14 @@ def show_rollouts(asked: Namespace) -> None:
         rollouts.interruptibly(partial(_show, rollouts, asked, chosen=chosen))
         if rollouts.remark:
             print(rollouts.remark, file=sys.stderr)
+
+
+def _asks_ready_question(asked: Namespace) -> bool:
+    if any(getattr(asked, name) is not None for name in _CHOSEN):
+        return True
+    return any(
+        (asked.by, asked.diff, asked.zero_variance, asked.turns, asked.lengths, asked.mismatch)
+    )
 
 
 def _show(rollouts: Rollouts, asked: Namespace, *, chosen: bool) -> None:

@@ -148,9 +148,9 @@ def _worker_rows(found: Bottleneck) -> list[tuple[str, ...]]:
     rows = []
     for worker in found.workers[:_WORKERS]:
         shares = (
-            worker.share(Lane.COMPUTE),
+            worker.share([Lane.COMPUTE]),
             moving_share(worker),
-            worker.share(Lane.WAIT),
+            worker.share([Lane.WAIT]),
             1 - worker.explained,
         )
         received = f"{worker.received / found.steps / 1e6:,.2f} MB"
@@ -184,8 +184,11 @@ def _print_table(
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in columns:
         left = heading in (headings[0], "slowest on", _MOST)
-        wraps = heading == _MOST and console.is_terminal
-        table.add_column(heading, justify="left" if left else "right", no_wrap=not wraps)
+        table.add_column(
+            heading,
+            justify="left" if left else "right",
+            no_wrap=heading != _MOST or not console.is_terminal,
+        )
     for row in rows:
         table.add_row(*[row[place] for place, heading in enumerate(headings) if heading in columns])
     width = console.width

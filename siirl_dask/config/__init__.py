@@ -11,7 +11,14 @@ from siirl_dask.config.checks import parse_bytes, parse_ports
 from siirl_dask.config.cluster import Affinity, ClusterConfig, DevicePreference
 from siirl_dask.config.data import DataConfig, DataSource, Durability, StorageConfig, TransportMode
 from siirl_dask.config.endpoint import EndpointConfig
-from siirl_dask.config.engines import Engine, Sampler, SglangConfig, VllmConfig, changed_options
+from siirl_dask.config.engines import (
+    Engine,
+    Sampler,
+    ServerConfig,
+    SglangConfig,
+    VllmConfig,
+    changed_options,
+)
 from siirl_dask.config.environments import EnvironmentsConfig, OnToolError
 from siirl_dask.config.images import ImagesConfig
 from siirl_dask.config.megatron import MegatronConfig
@@ -37,6 +44,7 @@ from siirl_dask.config.training import (
     TrainerConfig,
     VisionPart,
 )
+from siirl_dask.config.window import check_window
 from siirl_dask.devices.profile_level import ProfileLevel
 from siirl_dask.errors import ConfigError
 
@@ -76,6 +84,7 @@ __all__ = [
     "RunConfig",
     "Sampler",
     "Schedule",
+    "ServerConfig",
     "SglangConfig",
     "StorageConfig",
     "TrainerConfig",
@@ -118,10 +127,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.rollout.max_staleness or self.rollout.partial:
             for algorithm in (self.algorithm, *(agent.algorithm for agent in self.agents.values())):
-                if algorithm.old_logprobs != ENGINES_LOGPROBS:
-                    algorithm.correction = (
-                        algorithm.correction or "siirl_dask.algorithms:truncated_is"
-                    )
+                if algorithm.old_logprobs != ENGINES_LOGPROBS and not algorithm.correction:
+                    algorithm.correction = "siirl_dask.algorithms:truncated_is"
         if self.algorithm.minibatches > self.data.batch_size:
             raise ConfigError(
                 f"algorithm.minibatches={self.algorithm.minibatches}: expected at most "
@@ -149,6 +156,7 @@ class Config:
             )
         self._fill_longest_row()
         check_agents(self.agents, self.rollout, self.data.batch_size)
+        check_window(self.rollout, self.data.batch_size, self.algorithm.minibatches)
 
     def _fill_longest_row(self) -> None:
         """Give each model the longest row of the run, prompt and response, unless

@@ -24,6 +24,8 @@ RUN_WIDE = (
     "steps_ahead",
     "partial",
     "max_tokens_per_step",
+    "window",
+    "ledger",
     "weight_bucket",
     "weight_sync",
     "expected_length_column",

@@ -94,7 +94,9 @@ class ClusterConfig:
     @property
     def scheduler_may_return(self) -> bool:
         """Whether a run that has lost the scheduler waits for another one."""
-        return self.exists and self.scheduler_timeout > 0
+        if not self.exists:
+            return False
+        return self.scheduler_timeout > 0
 
     def __post_init__(self) -> None:
         at_least("cluster", 1, workers=self.workers, threads=self.threads)

@@ -129,7 +129,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         self._check_sources()
-        self.url = self.url and absolute(self.url)
+        if self.url:
+            self.url = absolute(self.url)
         if self.prepare_options and self.prepare is None:
             raise ConfigError("data.prepare_options are given without data.prepare")
         at_least("data", 1, batch_size=self.batch_size, max_prompt_length=self.max_prompt_length)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
+from urllib.parse import urlsplit
 
-from siirl_dask.config.checks import at_least, parse_bytes
+from siirl_dask.config.checks import above, at_least, parse_bytes
 from siirl_dask.errors import ConfigError
 
 
@@ -17,6 +18,9 @@ class Engine(StrEnum):
     vllm = "vllm"
     sglang = "sglang"
     """Never chosen by ``auto``."""
+    server = "server"
+    """Servers of vLLM that are there already, at ``rollout.server.urls``. Never chosen by
+    ``auto``."""
     auto = "auto"
     """vLLM if it is installed, else transformers."""
 
@@ -107,7 +111,61 @@ class SglangConfig:
             )
 
 
-def changed_options(group: str, options: VllmConfig | SglangConfig) -> dict[str, Any]:
+@dataclass(kw_only=True, slots=True)
+class ServerConfig:
+    """``rollout.server``: servers that generate, which a run uses and does not start."""
+
+    urls: list[str] = field(default_factory=list)
+    """Addresses of vLLM's servers, such as ``[http://10.0.0.7:8000]``: at least one for each worker
+    that generates. A worker has servers of its own, whose weights it replaces."""
+    weights_folder: str | None = None
+    """Folder of this path on the workers and on the servers, such as one of a network's file
+    system: new weights are written there, and read by the servers."""
+    patience: float = 600.0
+    """Seconds for which a server may be out of reach, as while somebody starts it again, before the
+    run fails."""
+    timeout: float = 3600.0
+    """Most seconds for one response, waiting in the server included."""
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            _check_url(url)
+        for url in self.urls:
+            if self.urls.count(url) > 1:
+                raise ConfigError(
+                    f"rollout.server.urls={self.urls}: {url} is there {self.urls.count(url)} "
+                    "times; expected each server once"
+                )
+        if self.weights_folder is not None and not self.weights_folder.startswith("/"):
+            raise ConfigError(
+                f"rollout.server.weights_folder={self.weights_folder!r}: expected an absolute "
+                "path, the same on workers and servers"
+            )
+        above("rollout.server", 0, patience=self.patience, timeout=self.timeout)
+
+
+def _check_url(url: str) -> None:
+    """Raise ConfigError unless ``url`` is a server's: a scheme, a host, and perhaps a port."""
+    expected = "expected a server's address, such as http://10.0.0.7:8000"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"rollout.server.urls: {url!r}: {error}; {expected}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ConfigError(f"rollout.server.urls: {url!r}: {expected}")
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError(
+            f"rollout.server.urls: the URL of {parts.hostname} has a user's name or a password, "
+            f"which would be stored with the run; {expected}"
+        )
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        raise ConfigError(f"rollout.server.urls: {url!r}: leave out the path; {expected}")
+
+
+def changed_options(
+    group: str, options: VllmConfig | SglangConfig | ServerConfig
+) -> dict[str, Any]:
     """Return an engine's options that differ from the defaults, by key, such as
     ``rollout.vllm.sleep_level``.
     """

@@ -42,7 +42,9 @@ class ImagesConfig:
     @property
     def used(self) -> bool:
         """Whether a model is to see any."""
-        return self.column is not None or self.observations
+        if self.column is not None:
+            return True
+        return self.observations
 
     @property
     def source(self) -> str:
@@ -64,7 +66,8 @@ class ImagesConfig:
                     f"images.{one.name}={given!r} and images.column=null, so no images are read: "
                     f"name their column, or leave images.{one.name} out"
                 )
-        self.folder = self.folder and absolute(self.folder)
+        if self.folder:
+            self.folder = absolute(self.folder)
         at_least("images", 1, most=self.most, max_source_pixels=self.max_source_pixels)
         if self.max_source_pixels > _MOST_PIXELS:
             raise ConfigError(

@@ -118,7 +118,9 @@ class MegatronConfig:
     @property
     def experts_over(self) -> int:
         """Ranks that share the experts of a layer."""
-        return self.expert_parallel or self.tensor_parallel
+        if self.expert_parallel is None:
+            return self.tensor_parallel
+        return self.expert_parallel
 
     @property
     def linked_replicas(self) -> int:

@@ -8,7 +8,14 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from siirl_dask.config.checks import above, absolute, at_least, parse_bytes
-from siirl_dask.config.engines import Engine, Sampler, SglangConfig, VllmConfig, changed_options
+from siirl_dask.config.engines import (
+    Engine,
+    Sampler,
+    ServerConfig,
+    SglangConfig,
+    VllmConfig,
+    changed_options,
+)
 from siirl_dask.errors import ConfigError, did_you_mean
 
 _OF_RENDERING = (
@@ -109,9 +116,9 @@ class RolloutConfig:
     """``rollout``: sampling of responses, and the engine that generates them."""
 
     engine: str = "auto"
-    """Engine that generates: ``vllm``, ``sglang``, ``transformers``; ``auto``, which is vLLM if it
-    is installed, else transformers; or ``module:NAME`` or ``file.py:NAME`` of an ``EngineSpec`` of
-    your own."""
+    """Engine that generates: ``vllm``, ``sglang``, ``transformers``; ``server``, for servers that
+    are there already; ``auto``, which is vLLM if it is installed, else transformers; or
+    ``module:NAME`` or ``file.py:NAME`` of an ``EngineSpec`` of your own."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Options of an engine of your own, as its spec describes them, such as ``{rows: 8}``."""
     n: int = 8
@@ -145,11 +152,18 @@ class RolloutConfig:
     """Most tokens of a response that are generated in one step, with ``partial``."""
     steps_ahead: int | None = None
     """Steps generated ahead of training. None: what ``max_staleness`` leaves after the steps of
-    partial responses."""
+    partial responses, or after one step for ``window``."""
     in_flight: bool = False
     """Load new weights while rows are generated, as soon as they are on a worker: rows under way go
     on with them. ``max_staleness`` bounds the age of a row's first token. Which weights sampled a
     token depends on time then; ``token_versions`` has it."""
+    window: int = 0
+    """Prompts, over all workers, whose episodes a step may leave to the next one: it takes the
+    first groups that are whole, and the environments of the others stay open. A group that would
+    be older than ``max_staleness`` then is dropped, and begins again. 0: a step waits for all."""
+    ledger: str | None = None
+    """Table of samples of another run with ``window``, such as ``runs/first/rollouts``, whose
+    choice of groups is repeated step by step; the clock decides nothing."""
     weight_bucket: str = "256MiB"
     """Largest piece of the policy's new weights that is on its way to the engines at once; a larger
     parameter travels alone."""
@@ -182,6 +196,8 @@ class RolloutConfig:
     """Options that only vLLM reads."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """Options that only SGLang reads."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """Servers that generate, for ``engine: server``."""
 
     @property
     def n_and_greedy(self) -> int:
@@ -190,10 +206,17 @@ class RolloutConfig:
 
     @property
     def rows_per_prompt(self) -> int:
-        """Most rows of a step per prompt, counting partial responses of earlier steps that end
-        in it.
+        """Most rows of a step per prompt, counting partial responses, and groups of ``window``, of
+        earlier steps that end in it.
         """
-        return self.n * self.steps_per_response
+        return self.n * (2 if self.window else self.steps_per_response)
+
+    @property
+    def continues_episodes(self) -> bool:
+        """Whether episodes may go on in the next step."""
+        if self.partial:
+            return True
+        return self.window > 0
 
     @property
     def steps_per_response(self) -> int:
@@ -227,6 +250,7 @@ class RolloutConfig:
             top_k=self.top_k,
             max_staleness=self.max_staleness,
             draft_tokens=self.draft_tokens,
+            window=self.window,
         )
         above("rollout", 0, temperature=self.temperature)
         if not 0 < self.top_p <= 1:
@@ -289,6 +313,7 @@ class RolloutConfig:
             self._check_own_engine()
         size = self.tensor_parallel_size
         self._check_sglang()
+        self._check_server()
         if self.engine != Engine.transformers:
             return
         if size > 1:
@@ -376,6 +401,36 @@ class RolloutConfig:
             if reason:
                 raise ConfigError(f"rollout.engine=sglang with rollout.{option}: {reason}")
 
+    def _check_server(self) -> None:
+        """Raise ConfigError for options of servers with another engine, and for what servers lack
+        or cannot do.
+        """
+        others = changed_options("rollout.server", self.server)
+        if self.engine != Engine.server:
+            if others:
+                shown = ", ".join(f"{name}={value}" for name, value in others.items())
+                raise ConfigError(
+                    f"{shown}: servers alone read this, and rollout.engine is {self.engine}; give "
+                    "rollout.engine=server, or leave it out"
+                )
+            return
+        if not self.server.urls:
+            raise ConfigError(
+                "rollout.engine=server: rollout.server.urls is empty; expected the servers' "
+                "addresses, as in rollout.server.urls=[http://10.0.0.7:8000]"
+            )
+        if self.server.weights_folder is None:
+            raise ConfigError(
+                "rollout.engine=server: rollout.server.weights_folder is not set; expected a folder "
+                "that workers and servers see under the same path, through which new weights go"
+            )
+        if unread := changed_options("rollout.vllm", self.vllm):
+            shown = ", ".join(f"{name}={value}" for name, value in unread.items())
+            raise ConfigError(
+                f"{shown}: rollout.engine=server does not start vLLM; give it to the server's own "
+                "command line, and leave it out here"
+            )
+
     def _check_replay(self) -> None:
         refused = {
             "partial=true": self.partial
@@ -401,14 +456,15 @@ class RolloutConfig:
             )
         if self.max_tokens_per_step is not None:
             at_least("rollout", 1, max_tokens_per_step=self.max_tokens_per_step)
-        allowed = self.max_staleness - (self.steps_per_response - 1)
+        later_steps = 1 if self.window else self.steps_per_response - 1
+        allowed = self.max_staleness - later_steps
         self.steps_ahead = allowed if self.steps_ahead is None else self.steps_ahead
         if not 0 <= self.steps_ahead <= allowed:
             raise ConfigError(
                 f"rollout.max_staleness={self.max_staleness}: expected at least the steps ahead, "
-                f"{max(self.steps_ahead, 0)} (rollout.steps_ahead), and "
-                f"{self.steps_per_response - 1} more for a response of {self.steps_per_response} "
-                "steps (rollout.max_response_length, rollout.max_tokens_per_step)"
+                f"{max(self.steps_ahead, 0)} (rollout.steps_ahead), and {later_steps} more for a "
+                f"response of {later_steps + 1} steps (rollout.window, or "
+                "rollout.max_response_length and rollout.max_tokens_per_step)"
             )
 
 

@@ -55,7 +55,9 @@ def read_stored_rows(
             raise DataError(
                 f"{folder!r} holds no rows that are whole: a part that was committed is gone"
             )
-        reads_all = whole and count != len(record.parts)  # groups may lie in several parts
+        reads_all = False
+        if whole:  # groups may lie in several parts
+            reads_all = count != len(record.parts)
         share = _share(record, 0, 1) if reads_all else _share(record, index, count)
         tables = [
             _read(folder, part, group, rows=rows, schema=schema, max_bytes=max_bytes)

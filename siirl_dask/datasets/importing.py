@@ -195,28 +195,32 @@ class _Mapped:
 
 def check_prompts(schema: pa.Schema, prompt: str, name: str) -> None:
     """Raise DataError unless the column of prompts holds texts or lists of chat messages."""
-    is_there = prompt in schema.names or steps_of(prompt)[0] in schema.names
-    kind = extract(schema.empty_table(), prompt).type if is_there else None
-    if kind is None:
+    if prompt not in schema.names and steps_of(prompt)[0] not in schema.names:
         known = schema.names
         raise DataError(
             f"{name!r} has no column {prompt!r} of prompts (there is: "
             f"{', '.join(known)}){did_you_mean(prompt, known)}; --prompt names it"
         )
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not (
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or (is_list and _is_message(kind.value_type))
-    ):
+    kind = extract(schema.empty_table(), prompt).type
+    if not _is_prompt(kind):
         raise DataError(
             f"column {prompt!r} holds {kind}: expected texts, or lists of chat messages (role, "
             "content)"
         )
 
 
+def _is_prompt(kind: pa.DataType) -> bool:
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _is_message(kind.value_type)
+    if pa.types.is_large_string(kind):
+        return True
+    return bool(pa.types.is_string(kind))
+
+
 def _is_message(kind: pa.DataType) -> bool:
-    return pa.types.is_struct(kind) and {"role", "content"} <= {one.name for one in kind}
+    if not pa.types.is_struct(kind):
+        return False
+    return {"role", "content"} <= {one.name for one in kind}
 
 
 def _with_own_columns(request: ImportRequest, schema: pa.Schema) -> pa.Schema:

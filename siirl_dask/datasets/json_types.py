@@ -90,7 +90,9 @@ class JsonShape:
 
     @property
     def _has_data_as_keys(self) -> bool:
-        return self._depth > 0 and len(self._fields) >= _MOST_KEYS
+        if self._depth <= 0:
+            return False
+        return len(self._fields) >= _MOST_KEYS
 
     @property
     def type(self) -> pa.DataType:

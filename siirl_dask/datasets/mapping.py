@@ -191,8 +191,11 @@ def _whole_and_not(one: pa.DataType, other: pa.DataType) -> bool:
             for number in range(one.num_fields)
         )
     types = pa.types
-    whole = types.is_integer(one) and types.is_floating(other)
-    return bool(whole or (types.is_floating(one) and types.is_integer(other)))
+    if types.is_integer(one):
+        return bool(types.is_floating(other))
+    if types.is_floating(one):
+        return bool(types.is_integer(other))
+    return False
 
 
 def _no_column(column: str, known: Iterable[str], name: str) -> str:

@@ -84,7 +84,9 @@ def summarise(
     """
     inputs = [one.settled() for one in open_inputs(url, separator)]
     schema = unify([(one.name, one.schema) for one in inputs])
-    column = prompt or _prompt_of(schema)
+    column = prompt
+    if not column:
+        column = _prompt_of(schema)
     if column is not None:
         check_prompts(schema, column, url)
     snapshots = [one.snapshot for one in inputs if one.snapshot is not None]
@@ -110,7 +112,8 @@ def summarise(
                 wanted -= _look(found, table, measure, wanted)
                 left = None if left is None else left - table.num_rows
                 progress(found.read)
-        whole = whole and left != 0
+        if left == 0:
+            whole = False
     if found.rows is None and whole:
         found.rows = found.read
     return found
@@ -155,8 +158,9 @@ def _bytes_of_images(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
     and path.
     """
     kind = column.type
-    listed = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    entry = kind.value_type if listed else kind
+    entry = kind
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        entry = kind.value_type
     if not pa.types.is_struct(entry) or entry.get_field_index("bytes") < 0:
         return None
     try:

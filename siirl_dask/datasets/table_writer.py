@@ -103,4 +103,8 @@ def _is_of_full_disk(error: BaseException | None) -> bool:
     """Tell whether a local disk was full: no manifest was written then, as it may be where a
     store's reply is lost.
     """
-    return error is not None and (is_full(error) or is_full(error.__cause__))
+    if error is None:
+        return False
+    if is_full(error):
+        return True
+    return is_full(error.__cause__)

@@ -187,7 +187,9 @@ def has_bfloat16(kind: DeviceKind, index: int) -> bool:
     compute capability does.
     """
     capability = compute_capability(torch.device(str(kind), index))
-    return capability is None or capability >= TENSOR_CORES
+    if capability is None:
+        return True
+    return capability >= TENSOR_CORES
 
 
 def name_if_faster_in_bfloat16(device: torch.device) -> str:
@@ -197,7 +199,7 @@ def name_if_faster_in_bfloat16(device: torch.device) -> str:
     if device.type == DeviceKind.CPU:
         return ""
     kind = DeviceKind(device.type)
-    index = device.index or 0
+    index = 0 if device.index is None else device.index
     return name_of(kind, index) if has_bfloat16(kind, index) else ""
 
 
@@ -287,7 +289,9 @@ def arithmetic_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def _is_available(kind: DeviceKind) -> bool:
     module: Any = getattr(torch, kind, None)  # a plug-in adds its own when torch imports it
-    return module is not None and bool(module.is_available())
+    if module is None:
+        return False
+    return bool(module.is_available())
 
 
 def _module(kind: str) -> Any:

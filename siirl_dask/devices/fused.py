@@ -27,7 +27,9 @@ _BAND = 4  # mode of the mask: within a window
 def takes_rotary(heads: Tensor) -> bool:
     """Return whether ``rotary`` takes heads [B, H, T, D]."""
     batch, count, _, width = heads.shape
-    return width % 2 == 0 and width < _WIDEST_ROTARY and batch < _MOST_HEADS and count < _MOST_HEADS
+    if width % 2 or width >= _WIDEST_ROTARY:
+        return False
+    return max(batch, count) < _MOST_HEADS
 
 
 def rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -54,10 +56,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def takes_attention(dtype: torch.dtype, width: int, value_width: int) -> bool:
     """Return whether ``attend_rows`` takes heads of a type and width."""
-    return (
-        dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and width == value_width <= _WIDEST_HEAD
-    )
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return False
+    return width == value_width <= _WIDEST_HEAD
 
 
 def attend_rows(
@@ -97,12 +98,14 @@ def adamw(
     """Take step 1, 2, ... of AdamW, in place. All tensors have one shape, in float32."""
     # the operator multiplies them by the betas itself
     first, second = (beta ** (step - 1) for beta in betas)
+    beta1, beta2 = betas
     _library().npu_apply_adam_w(
         first,
         second,
         lr,
         weight_decay,
-        *betas,
+        beta1,
+        beta2,
         eps,
         gradient,
         None,

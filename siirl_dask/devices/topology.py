@@ -67,8 +67,7 @@ def read_topology(
     faults: list[str] = []
     matrix = LinkMatrix()
     numbers = list[int | None]([None] * count)
-    alone = count == 1 and bool(places[0].address)  # which has no links, and whose node sysfs tells
-    if traits.links and not alone and count <= _MOST_CARDS:
+    if _may_be_linked(places, traits):
         matrix, faults = _matrix(traits, ask)
         numbers = _numbers(places, traits, matrix, ask) if matrix.numbers else numbers
     by_node = numa_nodes(root)
@@ -149,6 +148,14 @@ def _rank(
 
 def _name(place: CardPlace, index: int) -> tuple[str, int]:
     return (place.address, index if place.number is None else place.number)
+
+
+def _may_be_linked(places: Sequence[CardPlace], traits: Traits) -> bool:
+    if not traits.links or len(places) > _MOST_CARDS:
+        return False
+    if len(places) != 1:
+        return True
+    return not places[0].address  # a single card has no links, and sysfs knows its node
 
 
 def _matrix(traits: Traits, ask: Ask) -> tuple[LinkMatrix, list[str]]:

@@ -24,6 +24,7 @@ from siirl_dask.coordinator.source import (
     refuse_text,
     training_dataset,
 )
+from siirl_dask.driver.checks.continued import check_continued
 from siirl_dask.driver.checks.unread_groups import check_read
 from siirl_dask.errors import ConfigError, DataError, PlanError, did_you_mean
 from siirl_dask.images import check_layout
@@ -38,7 +39,6 @@ from siirl_dask.schema import (
     ORIGIN,
     REFERENCE_LOGPROBS,
     SOURCE_NAME,
-    TOKEN_VERSIONS,
     TYPES,
     DataType,
     Schema,
@@ -379,16 +379,7 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
             "siirl_dask.nodes:play the "
             "images, as in with: {images: ${images}, ...}, or leave it out"
         )
-    if config.rollout.partial and TOKEN_VERSIONS not in written:
-        raise ConfigError(
-            "rollout.partial=true and no node generates in parts: expected "
-            "siirl_dask.nodes:generate"
-        )
-    if config.rollout.in_flight and not any(node.contract.in_flight for node in dag.nodes):
-        raise ConfigError(
-            "rollout.in_flight=true and no node takes weights while it generates: expected "
-            "siirl_dask.nodes:generate or siirl_dask.nodes:play"
-        )
+    check_continued(config, dag)
     if validation is not None:
         staged = [node.label for node in validation.nodes if node.stage]
         if staged:

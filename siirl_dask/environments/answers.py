@@ -75,13 +75,10 @@ def opening_of(answer: object, prompt: object = None, *, most: int) -> Opening:
     # gymnasium's and skyrl-gym's
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
         first = answer[0]
-        is_chat = (
-            isinstance(first, list)
-            and all(isinstance(item, Mapping) for item in first)
-            and not is_parts(first)
-        )
-        if not is_chat:
-            first = after(prompt, first if is_parts(first) else cut(text_of(first), most))
+        if is_parts(first):
+            first = after(prompt, first)
+        elif not _is_chat(first):
+            first = after(prompt, cut(text_of(first), most))
         answer = first
     if not isinstance(answer, Opening):
         answer = Opening(prompt=_text(answer, "reset gave"))  # type: ignore[arg-type]  # _text refuses others
@@ -89,6 +86,12 @@ def opening_of(answer: object, prompt: object = None, *, most: int) -> Opening:
     return Opening(
         prompt=_whole(answer.prompt, "reset gave"), tools=tools, agent=_name(answer.agent)
     )
+
+
+def _is_chat(value: object) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(item, Mapping) for item in value)
 
 
 def step_of(answer: object, *, most: int) -> Step:
@@ -214,8 +217,9 @@ def _text(value: object, gives: str) -> object:
     """
     if is_parts(value):
         return [{"role": "user", "content": [*value]}]
-    is_chat = isinstance(value, Sequence) and all(isinstance(item, Mapping) for item in value)
-    if value is None or isinstance(value, str) or is_chat:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, Sequence) and all(isinstance(item, Mapping) for item in value):
         return value
     shown = without_addresses(f"{value!r:.200}")
     raise WrongAnswer(f"{gives} {shown}: expected a text, chat messages or None")

@@ -186,16 +186,17 @@ def check_environments(
     given = options["environments"]
     check_installed(given.mcp_servers)
     schemas_by_name([schema_of(tool) for tool in world.tools.values()])
-    must_be_async = given.timeout is not None and not given.processes
+    if given.timeout is None or given.processes:
+        return RoleCost(memory=0)
     for name, tool in world.tools.items():
-        if must_be_async and not is_async(tool):
+        if not is_async(tool):
             raise ConfigError(
                 f"environments.timeout={given.timeout:g} needs environments.processes of at least "
                 f"1: the tool {name!r} "
                 "is not async, and a function in the worker itself cannot be stopped"
             )
     for _, kind in map(_class_of, world.environments.items()):
-        if kind is not None and must_be_async:
+        if kind is not None:
             try:
                 refuse_blocking(kind.__qualname__, shape_of(kind))
             except UnknownShape as error:

@@ -27,12 +27,12 @@ class EventLoop:
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def tell(self, callback: Callable[..., object], *arguments: object) -> None:
+    def call_soon(self, callback: Callable[[], object]) -> None:
         """Call a function on the loop soon. Any thread may call this; after the end nothing
         happens.
         """
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(callback, *arguments)
+            self._loop.call_soon_threadsafe(callback)
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Begin a coroutine on the loop. Any thread may call this."""
@@ -40,7 +40,7 @@ class EventLoop:
 
     def end(self) -> None:
         """Cancel what is under way, and end the thread."""
-        self.tell(self._loop.stop)
+        self.call_soon(self._loop.stop)
         self._thread.join(2 * _PATIENCE)
 
     def _run(self) -> None:

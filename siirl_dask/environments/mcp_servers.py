@@ -93,7 +93,7 @@ class McpServers:
 
     def end(self) -> None:
         """Close the connections, and end the servers that were started."""
-        self._loop.tell(self._leave.set)
+        self._loop.call_soon(self._leave.set)
         self._serving.result(_END_TIMEOUT)
 
     async def _serve(self) -> None:
@@ -165,8 +165,10 @@ class _Server:
 
         if self._server.startswith(("http://", "https://")):
             return Client(self._server)
-        command, *arguments = shlex.split(self._server) or [""]
-        return Client(StdioServerParameters(command=command, args=arguments))
+        words = shlex.split(self._server)
+        if not words:
+            words = [""]
+        return Client(StdioServerParameters(command=words[0], args=words[1:]))
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str | Failure:
         """Return what a tool says; Lost where its server is not there, or went while it was

@@ -24,12 +24,10 @@ def is_parts(value: object) -> TypeGuard[Parts]:
     """Return whether a value is the content of a message by itself: parts, none of which is a
     message.
     """
-    return (
-        isinstance(value, (list, tuple))
-        and len(value) > 0
-        and all(
-            isinstance(part, Mapping) and "type" in part and "role" not in part for part in value
-        )
+    if not isinstance(value, (list, tuple)) or len(value) == 0:
+        return False
+    return all(
+        isinstance(part, Mapping) and "type" in part and "role" not in part for part in value
     )
 
 
@@ -80,12 +78,14 @@ def _url(image: Any) -> str:
         return image
     if isinstance(image, (bytes, bytearray)):
         return _HEAD + b64encode(image).decode()
-    is_array = (
-        str(getattr(image, "dtype", "")) == "uint8"
-        and len(getattr(image, "shape", ())) == _DIMENSIONS
-    )
-    if is_array or (hasattr(image, "mode") and callable(getattr(image, "save", None))):
+    if _is_array(image) or (hasattr(image, "mode") and callable(getattr(image, "save", None))):
         from siirl_dask.images.drawn import png_of  # Pillow: only where an environment draws
 
         return _HEAD + b64encode(png_of(image)).decode()
     raise ImageError(f"an image is {type(image).__name__} {image!r:.80}: expected {_EXPECTED}")
+
+
+def _is_array(image: Any) -> bool:
+    if str(getattr(image, "dtype", "")) != "uint8":
+        return False
+    return len(getattr(image, "shape", ())) == _DIMENSIONS

@@ -101,10 +101,11 @@ class InWorker:
         self._threads.end()
 
     async def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        call = partial(function, *arguments, **named)
         async with self._free:
             if is_async(function):
-                return await within(self._timeout, function(*arguments, **named))
-            result = await self._threads.run(partial(function, *arguments, **named))
+                return await within(self._timeout, call())
+            result = await self._threads.run(call)
             return await within(self._timeout, result) if inspect.isawaitable(result) else result
 
 
@@ -202,15 +203,16 @@ def _perform(
 ) -> None:
     try:
         result = function()
-        tell = partial(_settle, future, result, None)
+        settle = partial(_settle, future, result, None)
     except (
         BaseException
     ) as error:  # SystemExit too: it is the episode's failure, not the thread's end
-        # a future takes no other
-        fits = isinstance(error, Exception) and not isinstance(error, StopIteration)
-        tell = partial(_settle, future, None, error if fits else CallFailed(reason_of(error)))
+        failure: BaseException = error
+        if not isinstance(error, Exception) or isinstance(error, StopIteration):
+            failure = CallFailed(reason_of(error))  # a future takes no such error
+        settle = partial(_settle, future, None, failure)
     with suppress(RuntimeError):  # the loop has ended: nobody waits any more
-        loop.call_soon_threadsafe(tell)
+        loop.call_soon_threadsafe(settle)
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

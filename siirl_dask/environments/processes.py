@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from siirl_dask.environments.answers import WrongAnswer, cut, opening_from, reason_of, step_from
@@ -142,7 +143,9 @@ class _HeldEpisodes:
     @property
     def there(self) -> bool:
         """Whether that child is alive."""
-        return self.slot.life == self.life and self.slot.alive
+        if self.slot.life != self.life:
+            return False
+        return self.slot.alive
 
 
 class _Slot:
@@ -163,17 +166,19 @@ class _Slot:
     @property
     def alive(self) -> bool:
         """Whether there is a child that was not killed."""
-        return self._child is not None and self._child.alive
+        if self._child is None:
+            return False
+        return self._child.alive
 
     async def begin(self, request: tuple[Any, ...], held: _HeldEpisodes | None = None) -> Any:
         """Return the result of a request that any child may have; ``held`` is told the number of
         the one that has.
         """
-        return await self._run(self._begin, request, held)
+        return await self._run(partial(self._begin, request, held))
 
     async def ask(self, request: tuple[Any, ...], life: int) -> Any:
         """Return the result of a request to the child of that number. CallFailed if it is gone."""
-        return await self._run(self._ask, request, life)
+        return await self._run(partial(self._ask, request, life))
 
     def start(self) -> None:
         """Start a child, in the slot's thread. ConfigError if it cannot load the environments."""
@@ -192,9 +197,9 @@ class _Slot:
         if self._child is not None:
             self._child.close()
 
-    async def _run(self, call: Callable[..., Outcome], *arguments: Any) -> Any:
+    async def _run(self, call: Callable[[], Outcome]) -> Any:
         self.waiting += 1
-        future = asyncio.get_running_loop().run_in_executor(self.thread, call, *arguments)
+        future = asyncio.get_running_loop().run_in_executor(self.thread, call)
         try:
             result, failure = await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -229,7 +234,7 @@ class _Slot:
         assert self._child is not None
         result, failure = self._child.call(request, self._timeout)
         if not self._child.alive:
-            self._end = failure or "it was killed"
+            self._end = failure if failure else "it was killed"
         return result, failure
 
 

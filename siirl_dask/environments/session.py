@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -129,15 +130,17 @@ class WorkerSession:
         """Make the episode's environment and reset it with the columns of its row. Answers
         Opening or Failure.
         """
-        self._loop.tell(self._begin, episode, self._reset, row, seed)
+        reset = partial(self._reset, row=row, seed=seed)
+        self._loop.call_soon(partial(self._begin, episode, reset))
 
     def step(self, episode: int, action: Action) -> None:
         """Give the policy's turn to the environment. Answers Step or Failure."""
-        self._loop.tell(self._begin, episode, self._step, action)
+        step = partial(self._step, action=action)
+        self._loop.call_soon(partial(self._begin, episode, step))
 
     def close(self, episode: int) -> None:
         """Clean the episode's environment up. It answers nothing."""
-        self._loop.tell(self._close, episode)
+        self._loop.call_soon(partial(self._close, episode))
 
     def __enter__(self) -> WorkerSession:
         return self
@@ -157,16 +160,14 @@ class WorkerSession:
         if self._broken is not None and error is None:
             raise self._broken
 
-    def _begin(
-        self, number: int, call: Callable[..., Coroutine[Any, Any, Answer]], *arguments: Any
-    ) -> None:
+    def _begin(self, number: int, call: Callable[[_Episode], Coroutine[Any, Any, Answer]]) -> None:
         if self._left:
             return
         episode = self._episodes.get(number)
         if episode is None:
             episode = self._episodes[number] = _Episode(next(self._rules.keys))
         assert episode.task is None, f"episode {number} has a call under way"
-        episode.task = asyncio.create_task(self._answer(number, episode, call(episode, *arguments)))
+        episode.task = asyncio.create_task(self._answer(number, episode, call(episode)))
 
     async def _answer(
         self, number: int, episode: _Episode, call: Coroutine[Any, Any, Answer]
@@ -187,7 +188,8 @@ class WorkerSession:
         try:
             self._on_answer(number, answer)
         except BaseException as error:  # raised where the session is left
-            self._broken = self._broken or error
+            if self._broken is None:
+                self._broken = error
 
     async def _reset(self, episode: _Episode, row: Mapping[str, Any], seed: int) -> Answer:
         rules = self._rules
@@ -245,9 +247,9 @@ class WorkerSession:
                 name = call.name
                 given = await self._call(episode.key if call.name in own else None, call)
                 self._rules.tally.add(given)
-                lost = isinstance(given, Lost) or (
-                    name in own and not self._rules.place.holds(episode.key)
-                )
+                lost = isinstance(given, Lost)
+                if name in own and not self._rules.place.holds(episode.key):
+                    lost = True
                 if isinstance(given, Failure) and (lost or not self._rules.errors_are_text):
                     return Failure(f"its tool {name} {given.reason}")
                 result = f"error: {name} {given.reason}" if isinstance(given, Failure) else given

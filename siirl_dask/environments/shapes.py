@@ -55,7 +55,9 @@ class EnvironmentFunctions:
 def is_async(function: Callable[..., Any] | None) -> bool:
     """Return whether a call of the function gives a coroutine."""
     function = function.func if isinstance(function, partial) else function
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+    if inspect.iscoroutinefunction(function):
+        return True
+    return inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     )
 

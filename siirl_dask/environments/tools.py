@@ -184,8 +184,12 @@ def checked(call: Call, tools: Mapping[str, Schema]) -> Call | Malformed:
     """
     if call.name not in tools:
         return Malformed(f"there is no tool {call.name[:_SHOWN]!r}; tools: {', '.join(tools)}")
-    parameters = tools[call.name]["function"].get("parameters") or {}
-    known = parameters.get("properties") or {}
+    parameters = tools[call.name]["function"].get("parameters")
+    if not parameters:
+        parameters = {}
+    known = parameters.get("properties")
+    if not known:
+        known = {}
     if missing := [name for name in parameters.get("required") or () if name not in call.arguments]:
         return Malformed(f"{call.name} needs {', '.join(missing)}")
     arguments = {}
@@ -215,7 +219,9 @@ def _fits(value: object, kind: object, schema: Schema) -> bool:
         or kind not in _TYPES
     ):
         return True
-    return isinstance(value, _TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
+    if isinstance(value, bool):  # which Python takes for an integer as well
+        return kind == "boolean"
+    return isinstance(value, _TYPES[kind])
 
 
 def observation_of(results: Sequence[tuple[str, str]], *, chat: bool) -> Text:

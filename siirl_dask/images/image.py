@@ -61,18 +61,22 @@ def images_of(value: Sequence[Mapping[str, Any] | None] | None) -> tuple[Image, 
 
 def check_layout(kind: pa.DataType, subject: str) -> None:
     """Raise DataError, beginning with ``subject``, for a type that holds no images."""
-    entry = kind.value_type if _is_list(kind) else kind
-    types = pa.types
-    if types.is_struct(entry):
-        fields = {one.name: one.type for one in entry}
-        data = fields.get(_DATA, pa.null())
-        path = fields.get(_PATH, pa.null())
-        fits = bool({_DATA, _PATH} & {*fields}) and (_is_bytes(data) or types.is_null(data))
-        fits = fits and (_is_text(path) or types.is_null(path))
-    else:
-        fits = _is_bytes(entry) or _is_text(entry) or types.is_null(entry)
-    if not fits:
+    if not _is_image(kind.value_type if _is_list(kind) else kind):
         raise DataError(f"{subject} has type {kind}: expected images as {_EXPECTED}")
+
+
+def _is_image(kind: pa.DataType) -> bool:
+    is_null = pa.types.is_null
+    if not pa.types.is_struct(kind):
+        return bool(_is_bytes(kind) or _is_text(kind) or is_null(kind))
+    fields = {one.name: one.type for one in kind}
+    if _DATA not in fields and _PATH not in fields:
+        return False
+    data = fields.get(_DATA, pa.null())
+    if not _is_bytes(data) and not is_null(data):
+        return False
+    path = fields.get(_PATH, pa.null())
+    return bool(_is_text(path) or is_null(path))
 
 
 def normalised(column: pa.ChunkedArray, name: str = IMAGES) -> pa.ChunkedArray:

@@ -219,7 +219,7 @@ class ImageProcessor:
         size = (height, width)
         for _ in range(_RESIZES):
             try:
-                new = smart_resize(*size, self._patch * self._merge, least, most)
+                new = smart_resize(size[0], size[1], self._patch * self._merge, least, most)
             except ValueError as error:  # of sides whose ratio is above 200
                 raise ImageError(
                     f"it is {width} x {height} pixels, which the model cannot take: {error}"

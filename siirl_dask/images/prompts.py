@@ -43,7 +43,9 @@ def _cut(text: str) -> list[dict[str, Any]]:
     for number, piece in enumerate(text.split(MARK)):
         parts += [{"type": "image"}] if number else []
         parts += [{"type": "text", "text": piece}] if piece else []
-    return parts or [{"type": "text", "text": ""}]
+    if not parts:
+        return [{"type": "text", "text": ""}]
+    return parts
 
 
 def _entry(entry: object) -> list[dict[str, Any]]:

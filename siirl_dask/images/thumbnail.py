@@ -31,7 +31,8 @@ def thumbnail(data: bytes, max_pixels: int) -> str:
     for side, quality in _TRIES:
         if len(small := _jpeg(picture, side, quality)) <= _BYTES:
             return _url("jpeg", small)
-    return _url("jpeg", _jpeg(picture, *_LAST))
+    side, quality = _LAST
+    return _url("jpeg", _jpeg(picture, side, quality))
 
 
 def _jpeg(picture: pil.Image, side: int, quality: int) -> bytes:

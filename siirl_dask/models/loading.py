@@ -43,6 +43,15 @@ def sees_images(path: str, subject: str) -> bool:
     return model_class(path, subject) is AutoModelForImageTextToText
 
 
+def has_image_part(path: str, subject: str) -> bool:
+    """Return whether the model in ``path`` has a part for images, also where transformers takes
+    its text for a model of its own. ConfigError as of ``model_class``.
+    """
+    with refused_by_name(path, subject):
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    return type(config) in cast(Any, AutoModelForImageTextToText)._model_mapping
+
+
 def class_of_config(config: PretrainedConfig) -> Any:
     """Return AutoModelForImageTextToText for a model that has no other class,
     AutoModelForCausalLM for any other.

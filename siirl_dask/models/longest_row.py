@@ -52,9 +52,11 @@ def check_longest_row(model: ModelConfig, longest: int) -> None:
     """Raise ConfigError for a model whose frequencies follow the longest row, and cannot be pinned
     for this run.
 
+    So is one whose tokens see a choice of those before them, with rows longer than what is chosen.
     ``longest`` is the longest row of the run. Does nothing without a ``config.json`` at
     ``model.path``.
     """
+    _check_sees_all(model, longest)
     for found in following(model.path):
         subject = found.subject(model)
         if model.longest_row is None and longest > found.limit:
@@ -72,6 +74,23 @@ def check_longest_row(model: ModelConfig, longest: int) -> None:
                 "most model.longest_row. A larger one gives other frequencies, so a model that "
                 "was trained with this one becomes another model"
             )
+
+
+def _check_sees_all(model: ModelConfig, longest: int) -> None:
+    """Raise ConfigError where a token sees ``index_topk`` of those before it (DeepSeek-V3.2,
+    GLM-5), and a row has more: tiny models of both were off by nats there, with padding.
+    """
+    config = read_config(model.path)
+    if config is None:
+        return
+    chosen = config.get("text_config", config).get("index_topk")
+    if isinstance(chosen, int) and longest > chosen:
+        raise ConfigError(
+            f"model.path={model.path!r}: a token sees {chosen} of those before it, which an indexer "
+            "chooses (index_topk), and log-probs of longer rows are not those of transformers here: "
+            f"data.max_prompt_length + rollout.max_response_length is {longest}, expected at most "
+            f"{chosen}"
+        )
 
 
 def check_frequencies_are_pinned(model: ModelConfig) -> None:
@@ -110,7 +129,7 @@ def following(path: str) -> Iterator[FollowingFrequencies]:
     if config is None:
         return
     text = config.get("text_config", config)
-    for settings in _rotary_settings(text):
+    for settings in rotary_settings(text):
         kind = settings.get("rope_type", settings.get("type"))
         limit = _original_context(kind, settings, text)
         if limit is not None:
@@ -119,7 +138,7 @@ def following(path: str) -> Iterator[FollowingFrequencies]:
             )
 
 
-def _rotary_settings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def rotary_settings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield a config's settings of rotary embeddings: of all layers, or of each kind of layers."""
     for key in ("rope_parameters", "rope_scaling"):
         settings = text.get(key)

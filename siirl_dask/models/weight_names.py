@@ -149,17 +149,24 @@ def _renamed(
 
 class FileNames:
     """Turns parameters of a model into the weights that its files have, as ``save_pretrained``
-    does, one after the
-    other: names that differ, and experts apart that are one parameter.
+    does, one after the other: names that differ, and experts apart that are one parameter.
+
+    Where the names of a folder's files are known, those count: the text of an image-text model,
+    which is a model of its own to transformers, is called ``model.language_model.*`` there, and
+    experts that are one tensor there stay one.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """The model may be without memory, and is not kept alive."""
+    def __init__(self, model: PreTrainedModel, in_files: Iterable[str] = ()) -> None:
+        """The model may be without memory, and is not kept alive. ``in_files`` are the names in
+        the folder's files; none: they are not known.
+        """
+        there = tuple(in_files)
+        self._there = {own: name for name, own in parameter_names(model, there).items()}
         changes = get_model_conversion_mapping(model, add_legacy=False)
         changes = [
             change.reverse_transform()
             for change in reversed(changes)
-            if not isinstance(change, PrefixChange)
+            if not isinstance(change, PrefixChange) or _removes_prefix(change, there)
         ]
         self._renamings, self._converters = _by_kind(changes)
         self._by_pattern = {
@@ -175,6 +182,9 @@ class FileNames:
         """
         waiting: dict[str, WeightConverter] = {}
         for name, tensor in parameters:
+            if name in self._there:
+                yield self._there[name], tensor
+                continue
             renamed, pattern = rename_source_key(
                 name, self._renamings, self._converters, reverse=True
             )
@@ -191,6 +201,13 @@ class FileNames:
     def _converted(self, converter: WeightConverter, renamed: str) -> Iterator[tuple[str, Tensor]]:
         for name, made in converter.convert(renamed, config=self._config).items():
             yield name, made[0] if isinstance(made, list) else made
+
+
+def _removes_prefix(change: PrefixChange, in_files: Iterable[str]) -> bool:
+    """Return whether a change takes a prefix away that names in files have."""
+    if change.prefix_to_remove is None:
+        return False
+    return any(change.rename_source_key(name)[1] is not None for name in in_files)
 
 
 def _by_kind(

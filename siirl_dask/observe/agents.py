@@ -30,4 +30,6 @@ def common_name(name: str, known: Iterable[str]) -> str:
 
 
 def _ends(name: str, ending: str) -> bool:
-    return name.endswith(ending) and "/" not in name.removesuffix(ending)
+    if not name.endswith(ending):
+        return False
+    return "/" not in name.removesuffix(ending)

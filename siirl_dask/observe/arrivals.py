@@ -44,9 +44,13 @@ class _Lines:
 
     def show(self, came: int) -> None:
         now = time.monotonic()
-        pause = _SILENCE if came == self._printed else _PAUSE
-        complete = came >= self._workers and self._printed not in (None, came)
-        if complete or now - self._printed_at >= pause:
+        if self._is_due(came, now):
             self._printed_at = now
             self._printed = came
             self._console.print(_text(came, self._workers), soft_wrap=True)
+
+    def _is_due(self, came: int, now: float) -> bool:
+        if came >= self._workers and self._printed not in (None, came):
+            return True
+        pause = _SILENCE if came == self._printed else _PAUSE
+        return now - self._printed_at >= pause

@@ -203,7 +203,9 @@ def _mismatched(series: _Series) -> str:
 
 
 def _is_part(name: str) -> bool:
-    return name.startswith("reward/") and name not in _NO_PARTS
+    if not name.startswith("reward/"):
+        return False
+    return name not in _NO_PARTS
 
 
 _RULES: dict[str, Callable[[_Series], str]] = {

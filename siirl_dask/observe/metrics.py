@@ -72,15 +72,16 @@ def _checked_name(name: object) -> str:
 
 def _unpack_one(name: object, entry: object) -> Metric:
     match entry:
-        case [str(reduce), *rest] if (
-            reduce in set(Reduce) and len(numbers := _numbers(rest)) == len(rest) == 5
-        ):
-            weight, total, squares, low, high = numbers
+        case [str(reduce), *rest] if reduce in set(Reduce) and len(rest) == 5:
+            numbers = _numbers(rest)
         case _:
-            raise ValueError(
-                f"metric {name!r}: expected [reducer, weight, total, squares, low, high], got "
-                f"{entry!r:.200}"
-            )
+            numbers = []
+    if len(numbers) != 5:
+        raise ValueError(
+            f"metric {name!r}: expected [reducer, weight, total, squares, low, high], got "
+            f"{entry!r:.200}"
+        )
+    weight, total, squares, low, high = numbers
     if not 0 <= weight < math.inf:
         raise ValueError(f"metric {name!r}: weight {weight} is not a finite number from 0")
     return Metric(Reduce(reduce), weight, total=total, squares=squares, low=low, high=high)
@@ -94,7 +95,11 @@ def _is_number(value: object) -> TypeGuard[float]:
     """Return whether ``value`` is a float, or an integer that msgpack can hold (larger ones
     overflow ``float``).
     """
-    return isinstance(value, float) or (type(value) is int and abs(value) < 2**64)
+    if isinstance(value, float):
+        return True
+    if type(value) is not int:
+        return False
+    return abs(value) < 2**64
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

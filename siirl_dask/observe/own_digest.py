@@ -24,4 +24,6 @@ def is_as_written(fields: Mapping[str, Any]) -> bool:
     """Tell whether an object has the digest that it says; true where it says none, as earlier
     versions wrote it.
     """
-    return KEY not in fields or fields[KEY] == own_digest(fields)
+    if KEY not in fields:
+        return True
+    return bool(fields[KEY] == own_digest(fields))

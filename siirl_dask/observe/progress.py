@@ -114,7 +114,7 @@ class Progress:
         self, total_steps: int, console: Console | None = None, enabled: bool = True
     ) -> None:
         self._total = total_steps
-        self._console = console or PipeConsole()
+        self._console = PipeConsole() if console is None else console
         self._enabled = enabled
         self._pace = Pace(0, time.monotonic())
         self._printed_at = time.monotonic()
@@ -261,8 +261,12 @@ class Progress:
         return time_left(self._pace.seconds_left(self._total, time.monotonic()))
 
     def _is_due(self, done: int, now: float) -> bool:
+        if done in (1, self._total):
+            return True
         every = -(-self._total // _LINES)
-        return done in (1, self._total) or done % every == 0 or now - self._printed_at >= _SILENCE
+        if done % every == 0:
+            return True
+        return now - self._printed_at >= _SILENCE
 
 
 class _Steps(bars.ProgressColumn):
@@ -286,13 +290,13 @@ class _TimeLeft(bars.ProgressColumn):
 
 
 def _make_bar(console: Console, left: Callable[[], str]) -> bars.Progress:
-    columns = (
+    return bars.Progress(
         _Steps(),
         bars.BarColumn(bar_width=20),
         bars.TextColumn("{task.fields[shown]}", markup=False),
         _TimeLeft(left),
+        console=console,
     )
-    return bars.Progress(*columns, console=console)
 
 
 def headline(metrics: Mapping[str, float | None]) -> str:
@@ -308,7 +312,9 @@ def _is_of_several(name: str) -> bool:
     nor for one source's.
     """
     kind, _, k = name.partition("@")
-    return kind != "mean" and k.isdecimal() and int(k) > 1
+    if kind == "mean" or not k.isdecimal():
+        return False
+    return int(k) > 1
 
 
 def time_left(seconds: float | None) -> str:

@@ -31,15 +31,15 @@ def transfer(
     if not enabled:
         yield lambda came: None
         return
-    columns = (
+    with bars.Progress(
         bars.TextColumn("{task.description}", markup=False),
         bars.BarColumn(bar_width=20),
         bars.DownloadColumn(),
         bars.TransferSpeedColumn(),
         bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task(what, total=nbytes)
 

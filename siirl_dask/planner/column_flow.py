@@ -138,15 +138,17 @@ def _output_columns(
     contract = node.contract
     columns = {}
     if contract.passes:
-        groups_are_known = contract.groups is not None or not contract.new_rows
+        groups_are_known = True
+        if contract.new_rows:
+            groups_are_known = contract.groups is not None
         for name, column in available.items():
             if name not in contract.drops:
                 columns[name] = replace(column, of_groups=column.of_groups and groups_are_known)
     else:
         columns.update(_identity(node.name))
+    of_groups = contract.writes.names if one_a_group else contract.of_groups
     for field in contract.writes:
-        of_groups = one_a_group or field.name in contract.of_groups
-        columns[field.name] = Column(field.name, node.name, field.type, of_groups)
+        columns[field.name] = Column(field.name, node.name, field.type, field.name in of_groups)
     return columns
 
 
@@ -336,7 +338,9 @@ def _is_left_out(node: Node, column: Column) -> bool:
     if column.name in _taken(node, {column.name: column}) or node.stored_as is not None:
         return False
     if contract.new_rows:
-        return contract.groups is Groups.KEPT and column.of_groups
+        if contract.groups is not Groups.KEPT:
+            return False
+        return column.of_groups
     return True
 
 
@@ -346,16 +350,20 @@ def _is_left_out_by_group(node: Node) -> bool:
 
     Stages hold it, once per group, since a step may go on from them.
     """
-    is_stage = node.stage and node.save_as is None
-    if node.save_blobs or is_stage:
+    if node.save_blobs:
         return False
-    makes_groups = node.contract.new_rows and node.contract.groups is Groups.NEW
-    return not makes_groups
+    if node.stage and node.save_as is None:
+        return False
+    if node.contract.new_rows:
+        return node.contract.groups is not Groups.NEW
+    return True
 
 
 def _is_shared(column: Column, one_a_group: bool) -> bool:
     """Return whether several rows of a table share the values of a blob."""
-    return column.of_groups and not one_a_group and is_blob(column.type)
+    if not column.of_groups or one_a_group:
+        return False
+    return is_blob(column.type)
 
 
 def _chosen_source(

@@ -121,8 +121,7 @@ def _stored(dag: DAG, stages: Mapping[str, NodeColumns]) -> tuple[dict[str, str]
     output_tables = {}
     state_tables = {}
     for node in dag.nodes:
-        is_of_use = node.save_as is not None or node.name in useful
-        if node.stored_as is not None and is_of_use:
+        if node.stored_as is not None and (node.save_as is not None or node.name in useful):
             output_tables[node.name] = node.stored_as
         if node.state_table is not None and useful:
             state_tables[node.name] = node.state_table

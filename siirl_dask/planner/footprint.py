@@ -206,7 +206,9 @@ def fill(memory: int, workers: Mapping[str, Roles]) -> Card:
 
 
 def _grows(one: Footprint) -> bool:
-    return one.fills is not None and one.share is None
+    if one.fills is None:
+        return False
+    return one.share is None
 
 
 def _with_shares(roles: Roles, memory: int, sharers: int) -> Roles:
@@ -297,5 +299,7 @@ def _remedied(one: Footprint, setting: str) -> Footprint:
         return one
     if remedy.parks:
         return one.parked()
-    parks = bool(one.parks) and one.parks.keys() <= {*one.leaves}
-    return replace(remedy.footprint.parked() if parks else remedy.footprint, remedies=one.remedies)
+    footprint = remedy.footprint
+    if one.parks and one.parks.keys() <= {*one.leaves}:
+        footprint = footprint.parked()
+    return replace(footprint, remedies=one.remedies)

@@ -55,7 +55,9 @@ class Layout:
         """
         if self.workers != workers:
             return False
-        return self.policy == policy or len(workers) == 1
+        if self.policy == policy:
+            return True
+        return len(workers) == 1
 
 
 def _layout(rows: str, policy: str, workers: tuple[str, ...], origin: str = "") -> Layout:
@@ -204,7 +206,9 @@ def _guide(stage: NodeColumns, workers: tuple[str, ...], layouts: Mapping[str, L
 
 
 def _by_minibatch(stage: NodeColumns) -> bool:
-    return stage.node.rows is Rows.BALANCED and MINIBATCH in stage.needed
+    if stage.node.rows is not Rows.BALANCED:
+        return False
+    return MINIBATCH in stage.needed
 
 
 def _policy(stage: NodeColumns) -> str:
@@ -221,10 +225,9 @@ def _wanted(stage: NodeColumns, workers: tuple[str, ...], guide: Layout, origin:
         return guide
     if guide.workers == workers and stage.node.rows is Rows.ANYWHERE:
         return guide
-    some_stay = stage.node.rows is not Rows.REPLICATED and not set(guide.workers).isdisjoint(
-        workers
-    )
-    return _layout(stage.rows, policy, workers, origin if some_stay else "")
+    if stage.node.rows is Rows.REPLICATED or set(guide.workers).isdisjoint(workers):
+        origin = ""  # no row stays where it is
+    return _layout(stage.rows, policy, workers, origin)
 
 
 def _bring(
@@ -317,8 +320,9 @@ def _tables_with_groups(edge: Edge, worker: str, planned: _Planned) -> tuple[str
     for earlier in planned.arrived.values():
         if earlier.source != edge.source or worker not in earlier.targets:
             continue
-        has_groups = earlier.by_group or one_a_group
-        if has_groups and set(edge.schema.names) <= set(earlier.schema.names):
+        if not earlier.by_group and not one_a_group:
+            continue
+        if set(edge.schema.names) <= set(earlier.schema.names):
             tables.append(earlier.name)
     return tuple(tables)
 

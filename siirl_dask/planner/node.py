@@ -73,7 +73,9 @@ class Role:
         return canonical_text({"name": self.name, "build": self.build})
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Role) and self.key == other.key
+        if not isinstance(other, Role):
+            return False
+        return self.key == other.key
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -273,7 +275,9 @@ class Node:
         return canonical_text(parts)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Node) and self.key == other.key
+        if not isinstance(other, Node):
+            return False
+        return self.key == other.key
 
     def __hash__(self) -> int:
         return hash(self.key)

@@ -38,9 +38,11 @@ def find_early(
         ):
             columns = [column for column in stage.reads if column not in (ROW_ID, GROUP_ID)]
             for maker in earlier:
-                same_layout = moves[maker.node.name].layout == moves[name].layout
-                same_rows = same_layout and maker.rows_out == stage.rows
-                if same_rows and not maker.node.lag and _finished_rows_have(columns, maker, stage):
+                if moves[maker.node.name].layout != moves[name].layout:
+                    continue
+                if maker.node.lag or maker.rows_out != stage.rows:
+                    continue
+                if _finished_rows_have(columns, maker, stage):
                     found[name] = EarlyColumns(maker.node.name, (ROW_ID, GROUP_ID, *columns))
                     break
         earlier.append(stage)
@@ -58,7 +60,10 @@ def _finished_rows_have(columns: Sequence[str], maker: NodeColumns, reader: Node
     for name in columns:
         made = maker.produced.get(name)
         column = reader.available[name]
-        passed = contract.passes and name in maker.needed and column.writer != maker.node.name
-        if made is None or made.writer != column.writer or not (name in contract.early or passed):
+        if made is None or made.writer != column.writer:
+            return False
+        if name in contract.early:
+            continue
+        if not contract.passes or name not in maker.needed or column.writer == maker.node.name:
             return False
     return True

@@ -150,6 +150,6 @@ def works_beside(build: Callable[..., Any]) -> bool:
     else.
     """
     declared: Declared | None = getattr(bare(build), "__builds__", None)
-    return (
-        declared is not None and declared.beside is not None and declared.beside(options_of(build))
-    )
+    if declared is None or declared.beside is None:
+        return False
+    return declared.beside(options_of(build))

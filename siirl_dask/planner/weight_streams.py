@@ -99,7 +99,9 @@ def handle_tensors(source: Node, target: Node) -> bool:
     takes = target.weight_sink
     if gives is None or takes is None:
         return False
-    return gives.tensors is not None and takes.tensors is not None
+    if gives.tensors is None:
+        return False
+    return takes.tensors is not None
 
 
 def why_no_broadcast(
@@ -149,7 +151,9 @@ def _fit(source: Node, target: Node) -> bool:
         return False
     if source.stored_as or target.stored_as:
         return False
-    return target.after == (source.name,) and target.rows is Rows.REPLICATED
+    if target.after != (source.name,):
+        return False
+    return target.rows is Rows.REPLICATED
 
 
 def run_order(dag: DAG, streams: Mapping[str, str]) -> list[Node]:

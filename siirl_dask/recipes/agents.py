@@ -227,7 +227,9 @@ def _role(role: Role, agent: str) -> Role:
 
 def _of_agent(node: Node, agent: str, named: dict[str, str], after: str) -> Node:
     """Return a node of a single agent's DAG under the agent's name."""
-    parents = tuple(f"{named[parent]}_{agent}" for parent in node.after) or after
+    parents: tuple[str, ...] | str = after
+    if node.after:
+        parents = tuple(f"{named[parent]}_{agent}" for parent in node.after)
     role = node.role if node.role == "reward" else f"{node.role}_{agent}"
     return replace(node, name=f"{named[node.name]}_{agent}", role=role, after=parents, agent=agent)
 
@@ -237,7 +239,8 @@ def _learners(config: Config) -> list[str]:
 
 
 def _engine_of(config: Config, agent: str) -> str:
-    return config.agents[agent].share or agent
+    shared = config.agents[agent].share
+    return agent if shared is None else shared
 
 
 def _view(config: Config, agent: str) -> Config:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -50,23 +51,23 @@ class LoopCalls:
         """Call the function for a row, which ``row`` gives when it is its turn. Any thread may
         call this.
         """
-        self._tell(self._jobs.put_nowait, (key, row))
+        self._call_soon(partial(self._jobs.put_nowait, (key, row)))
 
     def finish(self) -> None:
         """Wait for the calls of all rows."""
-        self._tell(self._jobs.put_nowait, None)
+        self._call_soon(partial(self._jobs.put_nowait, None))
         self._thread.join()
         if self._failure is not None:
             raise self._failure
 
     def cancel(self) -> None:
         """Begin no other row, and cancel the calls that are under way."""
-        self._tell(self._stop)
+        self._call_soon(self._stop)
         self._thread.join(_PATIENCE)
 
-    def _tell(self, callback: Callable[..., None], *args: object) -> None:
+    def _call_soon(self, callback: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop has ended, by itself only after too many failures
-            self._loop.call_soon_threadsafe(callback, *args)
+            self._loop.call_soon_threadsafe(callback)
 
     def _run(self) -> None:
         try:
@@ -92,7 +93,8 @@ class LoopCalls:
             await self._free.acquire()
             if (job := await self._jobs.get()) is None:
                 return
-            self._tasks.add(asyncio.create_task(self._call(*job)))
+            key, row = job
+            self._tasks.add(asyncio.create_task(self._call(key, row)))
 
     async def _call(self, key: Hashable, row: Callable[[], Row]) -> None:
         try:

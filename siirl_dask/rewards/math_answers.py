@@ -87,8 +87,9 @@ def dapo_math(prompt: object, response: str, answer: object, **extra: object) ->
     stated = _last_match(_STATED_ANSWER, response)
     response_answer = stated if stated and stated.strip() else last_boxed(response)
     expected = _normalise(text_of(answer))
-    same = response_answer is not None and _normalise(response_answer) == expected
-    return 1.0 if same else -1.0
+    if response_answer is None:
+        return -1.0
+    return 1.0 if _normalise(response_answer) == expected else -1.0
 
 
 def last_boxed(text: str) -> str | None:

@@ -69,7 +69,8 @@ class Pool:
         """Lend a child that has nothing to do; inside a thread of the pool there is always one."""
         child = self._children.get()
         try:
-            child = child or self._start()
+            if child is None:
+                child = self._start()
             yield child
         finally:
             self._children.put(child if child is not None and child.alive else None)

@@ -108,7 +108,9 @@ class Scorer(HoldsNoGroups):
         """Whether the function runs in processes of its own or is async, so that its caller can
         do something else.
         """
-        return self._pool is not None or self._is_async
+        if self._pool is not None:
+            return True
+        return self._is_async
 
     def begin(self) -> Scoring:
         """Begin to score rows that come one after the other; only for a scorer that
@@ -202,7 +204,9 @@ def score_of(outcome: Outcome) -> Score:
 
 def _is_number(value: object) -> bool:
     """Return whether a value is a number that is finite as float32, the type of the column."""
-    return isinstance(value, Real) and abs(value) <= _LARGEST  # type: ignore[operator]
+    if not isinstance(value, Real):
+        return False
+    return abs(value) <= _LARGEST  # type: ignore[operator]
 
 
 def check_scorer(options: Mapping[str, Any], workers: Sequence[str], config: object) -> RoleCost:
@@ -249,7 +253,9 @@ def works_beside(options: Mapping[str, Any]) -> bool:
     """Tell whether the scorer of these options works in processes of its own, or calls an async
     function.
     """
-    return bool(options["rewards"].processes) or _is_async(options["reward"])
+    if options["rewards"].processes:
+        return True
+    return _is_async(options["reward"])
 
 
 def _is_async(reward: RewardFn) -> bool:

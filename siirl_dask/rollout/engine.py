@@ -57,6 +57,13 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides those that the model and its tokenizer name."""
 
+    @property
+    def filters(self) -> bool:
+        """Whether top-p, top-k or min-p leave tokens out."""
+        if self.top_p < 1 or self.top_k > 0:
+            return True
+        return self.min_p > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.loading import sees_images
+from siirl_dask.models.loading import has_image_part, sees_images
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from siirl_dask.rollout.weight_loading import WeightLoader
 
@@ -20,6 +20,9 @@ class ModelFolder:
     tokenizer: HuggingFaceTokenizer
     end_tokens: list[int]
     sees_images: bool
+    has_image_part: bool
+    """Whether libraries that go by ``config.json`` build a part for images, which those models
+    have as well whose text alone is trained."""
 
 
 def read_model_folder(model: ModelConfig) -> ModelFolder:
@@ -36,4 +39,10 @@ def read_model_folder(model: ModelConfig) -> ModelFolder:
     ) as error:  # transformers raises anything from OSError to KeyError for a folder it cannot load
         raise ConfigError(f"{key}: transformers cannot load it: {error}") from error
     tokenizer = tokenizer.with_options(model)
-    return ModelFolder(parameters, tokenizer, sorted(tokenizer.end_tokens), sees_images(path, key))
+    return ModelFolder(
+        parameters=parameters,
+        tokenizer=tokenizer,
+        end_tokens=sorted(tokenizer.end_tokens),
+        sees_images=sees_images(path, key),
+        has_image_part=has_image_part(path, key),
+    )

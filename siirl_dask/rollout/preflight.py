@@ -37,6 +37,7 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
         config=config,
         images=options.get("images"),
         lora=options.get("lora"),
+        workers=len(workers),
     )
     model = role.model
     rollout = role.rollout
@@ -54,7 +55,10 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
         _check_workers(rollout.tensor_parallel_size, workers)
     parameters = count_parameters(model.path)
     memory = device = None
-    if parameters is not None:
+    if not spec.memory.on_workers:
+        memory = 0
+        device = Footprint()
+    elif parameters is not None:
         weights = -(-model.dtype.itemsize * parameters.total // rollout.tensor_parallel_size)
         memory = weights + spec.memory.host_cache(rollout)
         device = _on_device(spec, role, parameters, len(workers))

@@ -44,6 +44,7 @@ ENGINES: Mapping[str, str] = MappingProxyType(
         "vllm": "siirl_dask.rollout.vllm_engine:SPEC",
         "transformers": "siirl_dask.rollout.transformers_engine:SPEC",
         "sglang": "siirl_dask.rollout.sglang_engine:SPEC",
+        "server": "siirl_dask.rollout.server_engine:SPEC",
     }
 )
 """Names of the specs of shipped engines, in the order in which ``auto`` looks for one that is
@@ -62,6 +63,8 @@ class EngineRole:
     """Images of prompts; None: the role is given none."""
     lora: LoraConfig | None = None
     """Adapters that the engine gets in place of weights; None: none."""
+    workers: int = 1
+    """Number of workers of the role."""
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -172,6 +175,8 @@ def _no_changes(engine: EngineOnWorkers, workers: int) -> Sequence[Change]:
 class EngineMemory:
     """The memory of an engine on each of its workers, besides its weights."""
 
+    on_workers: bool = True
+    """Whether the engine computes on its workers, and has its weights there; False: elsewhere."""
     host_cache: Callable[[RolloutConfig], int] = _given_cache
     """Returns the bytes of the cache of keys and values in the host's memory, beside the
     weights, on a CPU."""
@@ -243,6 +248,9 @@ class EngineFacts:
     reads_prompts_once: Callable[[RolloutConfig], bool] = _reads_once
     """Returns whether a prompt is read once for all its samples."""
     adapter_layers: AdapterLayers = _no_layers
+    widens_head: bool = True
+    """Whether the head's numbers are multiplied in float32 with ``model.float32_head``; False: they
+    are only added up so."""
     moves: Callable[[RolloutConfig], EngineMoves | None] = _unknown_moves
     """Returns what moves while the engine sleeps, wakes and loads weights; None where that is
     not estimated."""
@@ -267,6 +275,9 @@ class EngineSpec:
     abilities: Abilities = field(default_factory=Abilities)
     memory: EngineMemory = field(default_factory=EngineMemory)
     facts: EngineFacts = field(default_factory=EngineFacts)
+    advised: bool = True
+    """Whether messages propose it in place of another engine: not one that needs more than an
+    installation."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that processes of workers need before anything is imported; one that
     is set stays."""
@@ -335,7 +346,8 @@ def process_environment(engine: str) -> dict[str, str]:
 
 def alternatives(engine: str, able: Callable[[Abilities], bool] = lambda abilities: True) -> str:
     """Return the other shipped engines with an ability, as advice: ``rollout.engine=a or b``."""
-    names = [name for name in ENGINES if name != engine and able(_shipped(name).abilities)]
+    specs = {name: _shipped(name) for name in ENGINES if name != engine}
+    names = [name for name, spec in specs.items() if spec.advised and able(spec.abilities)]
     return f"rollout.engine={' or '.join(names)}"
 
 

@@ -68,7 +68,7 @@ class TokenSampler:
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
-        self._filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        self._filters = sampling.filters
 
     def __call__(
         self, logits: Tensor, seeds: NDArray[np.uint64], positions: int | NDArray[np.uint64]
@@ -106,7 +106,8 @@ class TokenSampler:
             if self._filters:
                 self._filter(masses, logits, total)
                 cumulative = masses.cumulative()
-            tokens = masses.pick(cumulative, *numbers)
+            first, second = numbers
+            tokens = masses.pick(cumulative, first, second)
         return tokens.squeeze(1), (logits.gather(1, tokens) - total.log()).squeeze(1)
 
     def _filter(self, masses: _Masses, logits: Tensor, total: Tensor) -> None:

@@ -342,4 +342,6 @@ def end_tokens(config: GenerationConfig | None, own: int | None) -> frozenset[in
 
 
 def _ends_with_answer(chat: Sequence[Mapping[str, Any]]) -> bool:
-    return bool(chat) and chat[-1].get("role") == "assistant"
+    if not chat:
+        return False
+    return chat[-1].get("role") == "assistant"

@@ -60,7 +60,7 @@ class WeightLoader:
         from them.
         """
         self._renamed = renaming(model)
-        self._file_names = FileNames(model)
+        self._file_names = FileNames(model, files or {})
         parameters = dict(model.named_parameters(remove_duplicate=False))
         renamed = self._renamed(files or {})
         buffers = model.state_dict().keys() - parameters.keys()

@@ -21,21 +21,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import Conflict, join, open_fs, remove_file, write_atomic, write_exclusive
+from siirl_storage import Conflict, join, open_fs, remove_file, write_atomic
 from siirl_storage.files import list_files
 
 from siirl_dask.errors import ConfigError, Fenced, FolderGone, RunInProgress
 from siirl_dask.observe.summary import SUMMARY_FILE
+from siirl_dask.runs.attempt_folder import FOLDER, AttemptFolder, name_of, names_in
 from siirl_dask.runs.holder import Holder
 
 logger = logging.getLogger("siirl_dask.runs")
-FOLDER = "attempts"
-_NAME = re.compile(r"(\d{4,})\.json", re.ASCII)
-_BEAT = re.compile(r"(\d{4,})\.beat", re.ASCII)
 _WRITTEN_BY = re.compile(
     r"checkpoints/step=\d{6,}-(\d{4,8})/(?:BEGUN|COMMITTED)|(?:.+/)?(?:part-(\d{4,})-\d+\.parquet|_parts-(\d{4,})\.json)",
     re.ASCII,
@@ -44,8 +40,6 @@ _WRITTEN_BY = re.compile(
 _BEATS = 6  # in the time after which an attempt without one may be taken over
 _LOOKS = 24  # at the beat in that time
 _ENDED = b"ended\n"
-_TAGS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "ino")
-"""Keys under which fsspec's stores say what changes with a file."""
 # seconds before a second look for a record: a store's reading, or NFS, may be behind for a moment
 _PAUSE = 1.0
 
@@ -87,10 +81,10 @@ class Attempt:
         """
         with self._lock:
             self.check()
-            fs, folder = _folder(self.url)
+            folder = AttemptFolder.of_run(self.url)
             following = Holder.here(self.holder.lease)
             try:
-                write_exclusive(fs, _record_path(folder, self.number + 1), following.to_json())
+                folder.add(self.number + 1, following)
             except Conflict:
                 self.check()
                 raise
@@ -108,48 +102,48 @@ class Attempt:
         That is one listing. The file itself is read where the store says that it has changed, or
         nothing at all of it.
         """
-        fs, folder = _folder(self.url)
-        records = _records(fs, folder)
+        folder = AttemptFolder.of_run(self.url)
+        records = folder.records()
         tag = records.get(self.number)
         if tag is None or tag != self._seen:
-            if not self._has_own_token(fs, folder):
+            if not self._has_own_token(folder):
                 self._gone = True
-                return self._folder_gone(fs, folder)
+                return self._folder_gone(folder)
             self._seen = tag
         newest = max(records, default=0)
         if newest <= self.number:
             return None
         return Fenced(
-            f"run.url={self.url!r} was taken over by {_read(fs, folder, newest)}: this start, "
+            f"run.url={self.url!r} was taken over by {folder.read(newest)}: this start, "
             f"attempt {self.number}, gave no sign of life for {self.holder.lease:g} s (run.lease). "
             "It ends here, it commits and deletes nothing more, and what it has committed stays"
         )
 
-    def _has_own_token(self, fs: AbstractFileSystem, folder: str) -> bool:
+    def _has_own_token(self, folder: AttemptFolder) -> bool:
         """Return whether this attempt's file is there and its own. One that is not there is
         looked for twice.
         """
         with suppress(FileNotFoundError):
-            return self._is_own(fs, folder)
+            return self._is_own(folder)
         time.sleep(_PAUSE)
         try:
-            return self._is_own(fs, folder)
+            return self._is_own(folder)
         except FileNotFoundError:
             return False
 
-    def _is_own(self, fs: AbstractFileSystem, folder: str) -> bool:
+    def _is_own(self, folder: AttemptFolder) -> bool:
         """Return whether this attempt's file has its token. FileNotFoundError where there is
         none.
         """
         try:
-            return _read(fs, folder, self.number).token == self.holder.token
+            return folder.read(self.number).token == self.holder.token
         except ConfigError:
             return False  # this start wrote a whole one
 
-    def _folder_gone(self, fs: AbstractFileSystem, folder: str) -> FolderGone:
-        record = _record_path(folder, self.number)
+    def _folder_gone(self, folder: AttemptFolder) -> FolderGone:
+        record = folder.record(self.number)
         try:
-            found = f"is that of {_read(fs, folder, self.number)}"
+            found = f"is that of {folder.read(self.number)}"
         except FileNotFoundError:
             found = "is gone"
         except ConfigError:
@@ -171,15 +165,18 @@ class Attempt:
         with suppress(OSError):
             attempts = Path(f"/proc/self/fd/{self._opened}").readlink()
             fs, path = open_fs(str(attempts))
-            if attempts.name == FOLDER and path != _folder(self.url)[1] and self._is_own(fs, path):
+            moved = AttemptFolder(fs, path)
+            if attempts.name != FOLDER or path == AttemptFolder.of_run(self.url).path:
+                return None
+            if self._is_own(moved):
                 return str(attempts.parent)
         return None
 
     def __enter__(self) -> Attempt:
-        fs, folder = _folder(self.url)
-        if isinstance(fs, LocalFileSystem):
+        folder = AttemptFolder.of_run(self.url)
+        if isinstance(folder.fs, LocalFileSystem):
             with suppress(OSError):
-                self._opened = os.open(folder, os.O_RDONLY)
+                self._opened = os.open(folder.path, os.O_RDONLY)
         self._thread = threading.Thread(target=self._renew, name="siirl-attempt", daemon=True)
         self._thread.start()
         return self
@@ -197,8 +194,7 @@ class Attempt:
             os.close(self._opened)
             self._opened = None
         try:
-            fs, folder = _folder(self.url)
-            if not self._is_own(fs, folder):
+            if not self._is_own(AttemptFolder.of_run(self.url)):
                 return  # another start's sign of life is under this number
             if not self._withdraw():
                 self._write(_ENDED)
@@ -213,19 +209,18 @@ class Attempt:
         """Remove this attempt where the run's folder has nothing else: a start that was refused
         leaves no folder.
         """
-        fs, folder = _folder(self.url)
-        run = folder.rpartition("/")[0]
-        own = (_record_path(folder, self.number), _beat_path(folder, self.number))
-        if _names(fs, run) != {FOLDER} or not _names(fs, folder) <= {
-            _name_of(path) for path in own
-        }:
+        folder = AttemptFolder.of_run(self.url)
+        own = (folder.record(self.number), folder.beat(self.number))
+        if names_in(folder.fs, folder.run) != {FOLDER}:
+            return False
+        if not folder.names() <= {name_of(path) for path in own}:
             return False
         for path in own:
-            remove_file(fs, path)
-        if isinstance(fs, LocalFileSystem):
+            remove_file(folder.fs, path)
+        if isinstance(folder.fs, LocalFileSystem):
             with suppress(OSError):  # something is there by now
-                fs.rmdir(folder)
-                fs.rmdir(run)
+                folder.fs.rmdir(folder.path)
+                folder.fs.rmdir(folder.run)
         return True
 
     def _renew(self) -> None:
@@ -249,8 +244,8 @@ class Attempt:
                 warned = True
 
     def _write(self, beat: bytes) -> None:
-        fs, folder = _folder(self.url)
-        write_atomic(fs, _beat_path(folder, self.number), beat)
+        folder = AttemptFolder.of_run(self.url)
+        write_atomic(folder.fs, folder.beat(self.number), beat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +263,9 @@ class RunStart:
         """Whether it said that it has ended, or its process has certainly gone; False where
         neither is known.
         """
-        return self.beat == _ENDED or self.holder.is_gone()
+        if self.beat == _ENDED:
+            return True
+        return self.holder.is_gone()
 
 
 def starts_of(url: str, most: int) -> list[RunStart]:
@@ -277,14 +274,11 @@ def starts_of(url: str, most: int) -> list[RunStart]:
 
     ConfigError for a damaged file.
     """
-    fs, folder = _folder(url)
-    numbers = sorted(
-        int(matched[1]) for name in _names(fs, folder) if (matched := _NAME.fullmatch(name))
-    )
+    folder = AttemptFolder.of_run(url)
     found = []
-    for number in numbers[-most:]:
+    for number in sorted(folder.numbers())[-most:]:
         with suppress(FileNotFoundError):  # it had written nothing, and has left
-            found.append(RunStart(number, _read(fs, folder, number)))
+            found.append(RunStart(number, folder.read(number)))
     return found
 
 
@@ -292,14 +286,12 @@ def newest_start(url: str) -> RunStart | None:
     """Return the newest start of the run at ``url``; None where no file tells of one.
     ConfigError for a damaged one.
     """
-    fs, folder = _folder(url)
-    newest = _newest(fs, folder)
+    folder = AttemptFolder.of_run(url)
+    newest = folder.newest()
+    if not newest:
+        return None
     try:
-        return (
-            RunStart(newest, _read(fs, folder, newest), _beat(fs, folder, newest))
-            if newest
-            else None
-        )
+        return RunStart(newest, folder.read(newest), folder.read_beat(newest))
     except FileNotFoundError:
         return None
 
@@ -308,12 +300,12 @@ def summary_is_older(url: str) -> bool:
     """Return whether the summary of the run at ``url`` is of a start before the newest: written
     before that one took the folder, by the clock of the store.
     """
-    fs, folder = _folder(url)
-    newest = _newest(fs, folder)
+    folder = AttemptFolder.of_run(url)
+    newest = folder.newest()
     if not newest:
         return False
-    _, summary = open_fs(join(url, SUMMARY_FILE))
-    return bool(fs.modified(summary) < fs.modified(_record_path(folder, newest)))
+    fs, summary = open_fs(join(url, SUMMARY_FILE))
+    return bool(fs.modified(summary) < fs.modified(folder.record(newest)))
 
 
 def take(url: str, lease: float, note: Callable[[str], None]) -> Attempt:
@@ -323,15 +315,15 @@ def take(url: str, lease: float, note: Callable[[str], None]) -> Attempt:
     sign of life for as many seconds as its own lease says, and ``note`` is told of the wait.
     RunInProgress, naming host and process, while it is alive.
     """
-    fs, folder = _folder(url)
+    folder = AttemptFolder.of_run(url)
     me = Holder.here(lease)
     while True:
-        newest = _newest(fs, folder)
-        if newest and not _is_over(fs, folder, newest, url, note):
+        newest = folder.newest()
+        if newest and not _is_over(folder, newest, url, note):
             continue  # another start was faster
-        number = _number_used(fs, folder, newest) + 1
+        number = _number_used(folder, newest) + 1
         try:
-            write_exclusive(fs, _record_path(folder, number), me.to_json())
+            folder.add(number, me)
         except Conflict:
             continue
         return Attempt(url, number, me)
@@ -343,44 +335,42 @@ def is_held(url: str, note: Callable[[str], None]) -> bool:
     One of another host is waited for as ``take`` does, and ``note`` is called with a sentence about
     that.
     """
-    fs, folder = _folder(url)
+    folder = AttemptFolder.of_run(url)
     try:
-        while newest := _newest(fs, folder):
-            if _is_over(fs, folder, newest, url, note):
+        while newest := folder.newest():
+            if _is_over(folder, newest, url, note):
                 return False
     except RunInProgress:
         return True
     return False
 
 
-def _number_used(fs: AbstractFileSystem, folder: str, newest: int) -> int:
+def _number_used(folder: AttemptFolder, newest: int) -> int:
     """Return the highest number of an attempt of which anything is left, ``newest`` being that of
     the newest record.
 
     Records may be missing, and what a start wrote under a number must not be taken for what another
     one writes. Where all are, every file of the run is looked at; a new run has none.
     """
-    beats = [int(matched[1]) for name in _names(fs, folder) if (matched := _BEAT.fullmatch(name))]
+    beats = folder.beat_numbers()
     if newest or beats:
         return max([newest, *beats])
-    files = list_files(fs, folder.rpartition("/")[0])
+    files = list_files(folder.fs, folder.run)
     written = filter(None, map(_WRITTEN_BY.fullmatch, files))
     return max(
         (int(number) for matched in written for number in matched.groups() if number), default=0
     )
 
 
-def _is_over(
-    fs: AbstractFileSystem, folder: str, number: int, url: str, note: Callable[[str], None]
-) -> bool:
+def _is_over(folder: AttemptFolder, number: int, url: str, note: Callable[[str], None]) -> bool:
     """Return True when attempt ``number`` is over, False when it is no longer the newest, or
     raise RunInProgress.
     """
     try:
-        holder = _read(fs, folder, number)
+        holder = folder.read(number)
     except FileNotFoundError:
         return False  # it had written nothing, and has left
-    first = _beat(fs, folder, number)
+    first = folder.read_beat(number)
     if first == _ENDED or holder.is_gone():
         return True
     note(
@@ -390,7 +380,7 @@ def _is_over(
     deadline = time.monotonic() + holder.lease
     while time.monotonic() < deadline:
         time.sleep(holder.lease / _LOOKS)
-        beat = _beat(fs, folder, number)
+        beat = folder.read_beat(number)
         if beat == _ENDED or holder.is_gone():
             return True
         if beat and beat != first:  # it has none when it has just begun, or leaves
@@ -398,73 +388,6 @@ def _is_over(
                 f"run.url={url!r} is being trained, by {holder}, attempt {number}: stop that one "
                 "first, or choose another run.name or run.url"
             )
-        if _newest(fs, folder) != number:
+        if folder.newest() != number:
             return False
     return True
-
-
-def _folder(url: str) -> tuple[AbstractFileSystem, str]:
-    return open_fs(join(url, FOLDER))
-
-
-def _record_path(folder: str, number: int) -> str:
-    return f"{folder}/{number:04d}.json"
-
-
-def _beat_path(folder: str, number: int) -> str:
-    return f"{folder}/{number:04d}.beat"
-
-
-def _records(fs: AbstractFileSystem, folder: str) -> dict[int, tuple[object, ...] | None]:
-    """Return for each attempt that has a file what the store says of it; None where that does
-    not tell two apart.
-    """
-    try:
-        entries: list[dict[str, Any]] = fs.ls(folder, detail=True)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    named = ((_NAME.fullmatch(_name_of(str(entry["name"]))), entry) for entry in entries)
-    return {int(matched[1]): _tag(entry) for matched, entry in named if matched}
-
-
-def _tag(entry: dict[str, Any]) -> tuple[object, ...] | None:
-    tag = tuple(entry.get(key) for key in _TAGS)
-    return None if tag.count(None) == len(tag) else (entry.get("size"), *tag)
-
-
-def _newest(fs: AbstractFileSystem, folder: str) -> int:
-    """Return the number of the newest attempt; 0 if there is none."""
-    return max(
-        (int(matched[1]) for name in _names(fs, folder) if (matched := _NAME.fullmatch(name))),
-        default=0,
-    )
-
-
-def _names(fs: AbstractFileSystem, folder: str) -> set[str]:
-    """Return the names of what lies in a folder."""
-    try:
-        return {_name_of(path) for path in fs.ls(folder, detail=False)}
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
-
-
-def _name_of(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2]
-
-
-def _beat(fs: AbstractFileSystem, folder: str, number: int) -> bytes:
-    try:
-        content: bytes = fs.cat_file(_beat_path(folder, number))
-    except FileNotFoundError:
-        return b""  # it has just begun
-    return content
-
-
-def _read(fs: AbstractFileSystem, folder: str, number: int) -> Holder:
-    path = _record_path(folder, number)
-    try:
-        return Holder.from_json(fs.cat_file(path))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{path} does not say who trains this run: {error}; if nobody does, remove the file"
-        ) from error

@@ -94,6 +94,7 @@ _MAY_CHANGE = {
     "data.spill_directory",
     "rollout.weight_bucket",
     "rollout.weight_sync",
+    "rollout.server",
     "rollout.tensor_parallel_size",
     "trainer.fsdp.tensor_parallel",
     "trainer.fsdp.gather_size",
@@ -362,9 +363,7 @@ def _is_free_option(name: str) -> bool:
     """Return whether ``name``, as ``DAG: roles.policy.with.trainer.lr``, is of an option that
     may change.
     """
-    if name.endswith(tuple(f".with.{key}" for key in _MAY_CHANGE)):
-        return True
-    return any(f".with.{group}." in name for group in LAYOUT_GROUPS)
+    return any(f".with.{free}." in f"{name}." for free in _MAY_CHANGE)
 
 
 def _deciding_nodes(dag: _Spec) -> _Spec:

@@ -53,11 +53,17 @@ class Holder:
         if not self.machine or self.machine != _machine():
             return False
         birth = _birth(self.pid)
-        return birth is None or bool(self.birth and birth != self.birth)
+        if birth is None:
+            return True
+        if not self.birth:
+            return False
+        return birth != self.birth
 
     def is_there(self) -> bool:
         """Return whether the process is certainly there: it is one of this system."""
-        return bool(self.machine) and self.machine == _machine() and not self.is_gone()
+        if not self.machine or self.machine != _machine():
+            return False
+        return not self.is_gone()
 
     def to_json(self) -> bytes:
         """Return the content of an attempt's file."""

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 from siirl_storage import StorageError, join, open_table
 
 from siirl_dask.errors import DataError
@@ -108,7 +110,6 @@ def _column(name: str, before: pa.ChunkedArray, after: pa.ChunkedArray) -> Colum
         for values in (before, after)
     )
     there = np.isfinite(old) & np.isfinite(new)
-    vary = there.sum() > 1 and np.ptp(old[there]) > 0 and np.ptp(new[there]) > 0
     same = (old == new) | (np.isnan(old) & np.isnan(new))
     return ColumnChange(
         name,
@@ -117,8 +118,15 @@ def _column(name: str, before: pa.ChunkedArray, after: pa.ChunkedArray) -> Colum
         before=float(old[there].mean()) if there.any() else float("nan"),
         after=float(new[there].mean()) if there.any() else float("nan"),
         flipped=int(((old > 0) != (new > 0)).sum()),
-        correlation=float(np.corrcoef(old[there], new[there])[0, 1]) if vary else None,
+        correlation=_correlation(old[there], new[there]),
     )
+
+
+def _correlation(old: NDArray[Any], new: NDArray[Any]) -> float | None:
+    """Return Pearson's coefficient of finite numbers; None where one side does not vary."""
+    if len(old) < 2 or np.ptp(old) == 0 or np.ptp(new) == 0:
+        return None
+    return float(np.corrcoef(old, new)[0, 1])
 
 
 def _samples(before: pa.Table, after: pa.Table) -> tuple[SampleChange, ...]:

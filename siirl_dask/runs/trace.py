@@ -157,7 +157,7 @@ def read_newest(
     parts = _parts(files)
     chosen = _newest(parts, files, most_bytes, most_parts) if parts else []
     keys = [(step, (path, files[path])) for step in chosen for path in parts[step]]
-    held = known or {}
+    held = {} if known is None else known
     if known is not None and held.keys() == {key for _, key in keys}:
         return None
     with _readers(fs) as pool:

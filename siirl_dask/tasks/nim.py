@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-FIRST, SECOND = AGENTS = ("first", "second")
+FIRST = "first"
+SECOND = "second"
+AGENTS = (FIRST, SECOND)
 HEAPS = range(5, 16)
 _MOST = 3  # counters of one move
 _BEST = 0.5  # share of the fixed opponent's moves that are the best ones; the others are random

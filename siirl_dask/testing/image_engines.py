@@ -127,7 +127,9 @@ def response_logprobs(
         input_ids=torch.tensor([[*response]]), past_key_values=read.past_key_values, use_cache=True
     )
     logits = torch.cat([read.logits[0, -1:], rest.logits[0, :-1]])
-    heat = request.sampling.temperature or 1.0
+    heat = request.sampling.temperature
+    if heat == 0:  # greedy sampling counts as temperature 1
+        heat = 1.0
     return (logits / heat).log_softmax(-1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
 
 

@@ -39,7 +39,8 @@ def image_rows(folder: Path, *, sampled: bool = False) -> list[Row]:
     processor = processor_of(folder)
     numbers = torch.Generator().manual_seed(0)
     small, same, wide, high = (
-        noise(*size, seed) for seed, size in enumerate(((24, 16), (24, 16), (40, 16), (16, 32)))
+        noise(width, height, seed)
+        for seed, (width, height) in enumerate(((24, 16), (24, 16), (40, 16), (16, 32)))
     )
 
     def text(length: int) -> list[int]:

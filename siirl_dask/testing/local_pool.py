@@ -164,7 +164,8 @@ class LocalPool:
             with self.traces[worker].task():
                 return ChainRun(calls, history).run(self.plan.chains[worker])
         except BaseException as error:
-            self._first = self._first or error
+            if self._first is None:
+                self._first = error
             reason = f"worker {worker!r} failed"
             self.stop.set(reason)  # as the supervisor does on a cluster
             for peers in self._peers.values():

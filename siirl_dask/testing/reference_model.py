@@ -51,9 +51,10 @@ def plain_scores(model: PreTrainedModel, rows: PackedRows, temperature: float) -
     entropy = []
     collision = []
     for row, prompt in split_rows(rows):
-        tokens = row[:prompt].tolist(), row[prompt:].tolist()
-        scores = response_scores(model, *tokens, temperature)
-        logprobs.append(response_logprobs(model, *tokens, temperature))
+        prompt_tokens = row[:prompt].tolist()
+        response = row[prompt:].tolist()
+        scores = response_scores(model, prompt_tokens, response, temperature)
+        logprobs.append(response_logprobs(model, prompt_tokens, response, temperature))
         entropy.append(-(scores.exp() * scores).sum(-1).detach())
         collision.append((2 * scores).exp().sum(-1).detach())
     return TokenScores(torch.cat(logprobs), torch.cat(entropy), torch.cat(collision))

@@ -19,7 +19,7 @@ from siirl_dask.context import Context, Device, Rank, Reduce
 from siirl_dask.planner import columns
 from siirl_dask.schema import RESPONSE_IDS, TOKENS, TYPES, fields
 from siirl_dask.tasks.tiny_model import VOCABULARY
-from siirl_dask.training import Critic, PackedRows, Trainer
+from siirl_dask.training import Critic, PackedRows, TrainBatch, Trainer
 
 Lengths = Sequence[tuple[int, int]]
 LENGTHS: Lengths = ((3, 4), (1, 6), (3, 4), (9, 1), (5, 0), (2, 11), (1, 6))
@@ -160,3 +160,18 @@ def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             else {f"{prefix}{name}": value}
         )
     return values
+
+
+def batch_of(
+    trainer: Trainer, rows: PackedRows, advantages: Tensor | None = None, mask: Tensor | None = None
+) -> TrainBatch:
+    """Make a batch whose old log-probs are the policy's current ones."""
+    logprobs = trainer.logprobs(rows).logprobs
+    advantages = signs(rows) if advantages is None else advantages
+    return TrainBatch(
+        rows=rows,
+        mask=mask,
+        old_logprobs=logprobs,
+        advantages=advantages,
+        rollout_logprobs=logprobs,
+    )

@@ -14,19 +14,16 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from siirl_dask.algorithms import (
     LossInputs,
     TokenLoss,
     policy_gradient,
-    ppo_clip,
     sequence_mean_token_mean,
     sequence_mean_token_sum,
 )
@@ -40,23 +37,20 @@ from siirl_dask.testing.rows import (
     LENGTHS,
     Lengths,
     assert_same_tensors,
+    batch_of,
     copied_weights,
-    flat,
     grouped_rows,
-    load_state,
     random_rows,
     response_tokens,
-    save_state,
     signs,
 )
-from siirl_dask.training import EpisodeSpans, NonFinite, PackedRows, TrainBatch, Trainer
-from siirl_dask.training.parallel.dtensor import full_tensor
+from siirl_dask.testing.trainer_states import PPO, TrainerStateTests
+from siirl_dask.training import EpisodeSpans, NonFinite, TrainBatch, Trainer
 
 _TEMPERATURE = 0.7
-_PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
 
 
-class TrainerTests:
+class TrainerTests(TrainerStateTests):
     """Conformance of a trainer. ``make_trainer`` builds one from a Hugging Face folder, in float32,
     on a device.
 
@@ -129,7 +123,7 @@ class TrainerTests:
 
     def test_loss_and_gradient_norm_are_a_mean_over_tokens(self, folder: Path) -> None:
         trainer = self.build(folder)
-        batch = _batch(trainer, random_rows(LENGTHS))
+        batch = batch_of(trainer, random_rows(LENGTHS))
         model = load_model(folder)
         logprobs = plain_scores(model, batch.rows, _TEMPERATURE).logprobs
         loss = -(batch.advantages * (logprobs - logprobs.detach()).exp()).mean()
@@ -137,7 +131,7 @@ class TrainerTests:
         squares = torch.stack(
             [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
         )
-        metrics = trainer.update([batch], _PPO)
+        metrics = trainer.update([batch], PPO)
         assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
         assert metrics["grad_norm"] == pytest.approx(squares.sum().sqrt().item(), rel=1e-5)
 
@@ -156,7 +150,7 @@ class TrainerTests:
         squares = torch.stack(
             [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
         )
-        metrics = trainer.update([_batch(trainer, rows, signs(rows))], policy_gradient)
+        metrics = trainer.update([batch_of(trainer, rows, signs(rows))], policy_gradient)
         assert metrics["grad_norm"] == pytest.approx(squares.sum().sqrt().item(), rel=1e-5)
 
     def test_an_update_raises_good_responses_and_lowers_bad_ones(self, folder: Path) -> None:
@@ -164,7 +158,7 @@ class TrainerTests:
         rows = random_rows([(3, 6), (3, 6)])
         before = trainer.logprobs(rows).logprobs
         advantages = torch.tensor([1.0, -1.0]).repeat_interleave(6)
-        trainer.update([_batch(trainer, rows, advantages)], _PPO)
+        trainer.update([batch_of(trainer, rows, advantages)], PPO)
         good, bad = (trainer.logprobs(rows).logprobs - before).split(6)
         assert good.sum() > 0 > bad.sum()
 
@@ -172,15 +166,15 @@ class TrainerTests:
         results = []
         for budget in (1, 20, 100_000):
             trainer = self.build(folder, max_tokens_per_micro_batch=budget)
-            batch = _batch(trainer, random_rows(LENGTHS))
-            results.append((trainer.update([batch], _PPO), trainer.logprobs(batch.rows).logprobs))
+            batch = batch_of(trainer, random_rows(LENGTHS))
+            results.append((trainer.update([batch], PPO), trainer.logprobs(batch.rows).logprobs))
         for metrics, logprobs in results[1:]:
             assert metrics == pytest.approx(results[0][0], abs=1e-5)
             assert_close(logprobs, results[0][1], atol=1e-4, rtol=0)
 
     def test_the_loss_function_gets_each_tokens_own_columns(self, folder: Path) -> None:
         trainer = self.build(folder, max_tokens_per_micro_batch=20)
-        batch = _batch(trainer, random_rows(LENGTHS))
+        batch = batch_of(trainer, random_rows(LENGTHS))
         seen: list[LossInputs] = []
 
         def loss(inputs: LossInputs) -> TokenLoss:
@@ -210,7 +204,7 @@ class TrainerTests:
             return TokenLoss(loss=-inputs.advantages * inputs.logprobs)
 
         trainer = self.build(folder, max_tokens_per_micro_batch=20)
-        batch = _batch(trainer, rows, mask=mask)
+        batch = batch_of(trainer, rows, mask=mask)
         metrics = trainer.update([batch], loss)
         assert torch.equal(
             torch.cat([inputs.advantages.cpu() for inputs in seen]), batch.advantages[mask]
@@ -227,7 +221,7 @@ class TrainerTests:
         self, folder: Path, budget: int
     ) -> None:
         trainer = self.build(folder, max_tokens_per_micro_batch=budget)
-        batch = _batch(trainer, random_rows(LENGTHS))
+        batch = batch_of(trainer, random_rows(LENGTHS))
         metrics = trainer.update(
             [batch], lambda inputs: TokenLoss(loss=inputs.logprobs), sequence_mean_token_sum
         )
@@ -240,7 +234,7 @@ class TrainerTests:
     def test_an_episode_of_several_rows_counts_as_one(self, folder: Path, budget: int) -> None:
         trainer = self.build(folder, max_tokens_per_micro_batch=budget)
         # the first three rows are one episode, with 7 tokens elsewhere
-        batch = _batch(trainer, random_rows(LENGTHS))
+        batch = batch_of(trainer, random_rows(LENGTHS))
         spans = EpisodeSpans(
             torch.tensor([0, 4, 17, 0, 0, 0, 0]), torch.tensor([21, 21, 21, 1, 0, 11, 6])
         )
@@ -258,15 +252,15 @@ class TrainerTests:
 
     def test_the_learning_rate_rises_during_warmup(self, folder: Path) -> None:
         trainer = self.build(folder, lr=1e-3, warmup_steps=4)
-        batch = _batch(trainer, random_rows(LENGTHS))
-        rates = [trainer.update([batch], _PPO)["lr"] for _ in range(5)]
+        batch = batch_of(trainer, random_rows(LENGTHS))
+        rates = [trainer.update([batch], PPO)["lr"] for _ in range(5)]
         assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
 
     def test_a_minibatch_without_tokens_is_counted_and_takes_no_step(self, folder: Path) -> None:
         trainer = self.build(folder)
         before = copied_weights(trainer)
         metrics = trainer.update(
-            [_batch(trainer, random_rows([])), _batch(trainer, random_rows([(3, 0)]))], _PPO
+            [batch_of(trainer, random_rows([])), batch_of(trainer, random_rows([(3, 0)]))], PPO
         )
         assert metrics["empty_minibatches"] == 2
         assert "loss" not in metrics
@@ -282,9 +276,9 @@ class TrainerTests:
         advantages[3] = number
         before = copied_weights(trainer)
         with pytest.raises(TrainingError, match="mini-batch 1 of 1"):
-            trainer.update([_batch(trainer, rows, advantages)], _PPO)
+            trainer.update([batch_of(trainer, rows, advantages)], PPO)
         assert_same_tensors(copied_weights(trainer), before)
-        trainer.update([_batch(trainer, rows)], _PPO)  # the failed update left no trace
+        trainer.update([batch_of(trainer, rows)], PPO)  # the failed update left no trace
         assert all(bool(tensor.isfinite().all()) for tensor in copied_weights(trainer).values())
 
     def test_what_is_not_finite_is_found_by_row_and_its_step_left_out_where_asked(
@@ -301,7 +295,7 @@ class TrainerTests:
         advantages[-7] = float("nan")
         before = copied_weights(trainer)
         metrics = trainer.update(
-            [_batch(trainer, rows, advantages)], _PPO, on_nonfinite=found.append
+            [batch_of(trainer, rows, advantages)], PPO, on_nonfinite=found.append
         )
         assert metrics["skipped_steps"] == 1
         assert "loss" not in metrics
@@ -312,12 +306,14 @@ class TrainerTests:
             "loss": [5],
         }
         assert len(found[0].micro_batches) == 1
-        trainer.update([_batch(trainer, rows)], _hidden_in_the_gradient, on_nonfinite=found.append)
+        trainer.update(
+            [batch_of(trainer, rows)], _hidden_in_the_gradient, on_nonfinite=found.append
+        )
         assert_same_tensors(copied_weights(trainer), before)
         assert found[1].loss == 0
         assert found[1].in_a_row == 2
         assert found[1].micro_batches
-        assert trainer.update([_batch(trainer, rows)], _PPO)["skipped_steps"] == 0
+        assert trainer.update([batch_of(trainer, rows)], PPO)["skipped_steps"] == 0
 
     def test_weights_are_the_models_parameters_by_name(self, folder: Path) -> None:
         trainer = self.build(folder)
@@ -325,39 +321,6 @@ class TrainerTests:
             copied_weights(trainer),
             {name: p.detach() for name, p in load_model(folder).named_parameters()},
         )
-
-    def test_training_resumes_from_a_checkpoint_bit_for_bit(
-        self, folder: Path, tmp_path: Path
-    ) -> None:
-        settings: dict[str, Any] = {
-            "schedule": "cosine",
-            "total_steps": 9,
-            "warmup_steps": 1,
-            "ema_decay": 0.5,
-        }
-        steady = self.build(folder, **settings)
-        stopped = self.build(folder, **settings)
-        assert _steps(steady, 0, 2) == _steps(stopped, 0, 2)
-        save_state(stopped, tmp_path / "state")
-        fresh = self.build(folder, **settings)
-        load_state(fresh, tmp_path / "state")
-        assert_same_tensors(copied_weights(fresh), copied_weights(stopped))
-        assert _steps(steady, 2, 4) == _steps(fresh, 2, 4)
-        assert_same_tensors(_full_state(fresh), _full_state(steady))
-
-    def test_the_state_is_complete_before_the_first_update(self, folder: Path) -> None:
-        state = self.build(folder).state()
-        names = [name for name, _ in self.build(folder).weights()]
-        assert list(state["model"]) == list(state["optimizer"]) == names
-        for name, weight in state["model"].items():
-            assert weight.dtype == torch.float32
-            moments = {key: value.shape for key, value in state["optimizer"][name].items()}
-            assert moments == {"step": (), "exp_avg": weight.shape, "exp_avg_sq": weight.shape}
-
-    def test_the_state_of_another_model_is_refused(self, folder: Path, tmp_path: Path) -> None:
-        other = self.build(tiny_model(tmp_path / "other", hidden=32)).state()
-        with pytest.raises(ValueError, match="expected"):
-            self.build(folder).load_state(other)
 
     def test_two_ranks_learn_like_one(
         self, folder: Path, two_ranks: list[dict[str, object]]
@@ -405,12 +368,12 @@ def _learn(make_trainer: object, folder: Path, rank: Rank) -> dict[str, object]:
 
     def own_batch(lengths: Lengths, rows_of_rank_0: int) -> TrainBatch:
         if rank.size == 1:
-            return _batch(trainer, random_rows(lengths))
+            return batch_of(trainer, random_rows(lengths))
         rows = range(rows_of_rank_0) if rank.rank == 0 else range(rows_of_rank_0, len(lengths))
-        return _batch(trainer, random_rows(lengths, rows))
+        return batch_of(trainer, random_rows(lengths, rows))
 
     metrics = trainer.update(
-        [own_batch(LENGTHS, 2), own_batch(LENGTHS[:4], 4), own_batch([], 0)], _PPO
+        [own_batch(LENGTHS, 2), own_batch(LENGTHS[:4], 4), own_batch([], 0)], PPO
     )
     seen: dict[str, object] = {
         "metrics": metrics,
@@ -418,47 +381,19 @@ def _learn(make_trainer: object, folder: Path, rank: Rank) -> dict[str, object]:
         "weights": copied_weights(trainer),
     }
     advantages = torch.full((response_tokens(probe),), float("nan") if rank.rank == 0 else 1.0)
-    bad = _batch(trainer, probe, advantages)
+    bad = batch_of(trainer, probe, advantages)
     found: list[NonFinite] = []
     try:
-        trainer.update([bad], _PPO)
+        trainer.update([bad], PPO)
     except TrainingError as error:
         seen["error"] = type(error).__name__
-    later = trainer.update([bad, _batch(trainer, probe)], _PPO, on_nonfinite=found.append)
+    later = trainer.update([bad, batch_of(trainer, probe)], PPO, on_nonfinite=found.append)
     seen |= {"found": [[*one.rows] for one in found], "skipped": later["skipped_steps"]}
     seen["weights after"] = copied_weights(trainer)
     trainer.close()
     return seen
 
 
-def _batch(
-    trainer: Trainer, rows: PackedRows, advantages: Tensor | None = None, mask: Tensor | None = None
-) -> TrainBatch:
-    """Make a batch whose old log-probs are the policy's current ones."""
-    logprobs = trainer.logprobs(rows).logprobs
-    advantages = signs(rows) if advantages is None else advantages
-    return TrainBatch(
-        rows=rows,
-        mask=mask,
-        old_logprobs=logprobs,
-        advantages=advantages,
-        rollout_logprobs=logprobs,
-    )
-
-
 def _hidden_in_the_gradient(inputs: LossInputs) -> TokenLoss:
     """Return losses of 0 whose gradient is not finite."""
     return TokenLoss(loss=(inputs.logprobs * 0).sqrt())
-
-
-def _steps(trainer: Trainer, first: int, last: int) -> list[dict[str, float]]:
-    """Take the updates ``first`` to ``last``, each on other rows. Returns their metrics."""
-    return [
-        trainer.update([_batch(trainer, random_rows(LENGTHS[at:]))], _PPO)
-        for at in range(first, last)
-    ]
-
-
-def _full_state(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the full tensors of the state by their path."""
-    return {name: full_tensor(tensor) for name, tensor in flat(trainer.state()).items()}

@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 
 from siirl_dask.rollout import RolloutEngine, Sampling, WeightStream
 
-_ROWS = ([[5, 6, 7], [8, 9]], [1, 2], Sampling(max_tokens=6))
+_PROMPTS = [[5, 6, 7], [8, 9]]
+_SEEDS = [1, 2]
+_SAMPLING = Sampling(max_tokens=6)
 
 
 class WeightStreamTests:
@@ -38,11 +40,11 @@ class WeightStreamTests:
         engine.load_weights(WeightStream(shapes, arriving()), 1)
         assert len(memory) == len(shapes)
         assert engine.version == 1
-        samples = engine.generate(*_ROWS)
+        samples = engine.generate(_PROMPTS, _SEEDS, _SAMPLING)
         engine.load_weights(model.named_parameters(), 2)
-        assert engine.generate(*_ROWS) != samples
+        assert engine.generate(_PROMPTS, _SEEDS, _SAMPLING) != samples
         engine.load_weights(other_model.named_parameters(), 3)
-        assert engine.generate(*_ROWS) == samples
+        assert engine.generate(_PROMPTS, _SEEDS, _SAMPLING) == samples
 
     @pytest.mark.parametrize("wrong", ["missing", "unknown", "misshaped"])
     def test_a_weight_stream_that_does_not_fit_is_refused_at_once(

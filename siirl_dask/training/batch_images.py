@@ -139,7 +139,9 @@ class ImageInputs:
         if rows.images is None:
             return None
         shown = [rows.images.groups[group] for group in rows.images.of_row[start:stop].tolist()]
-        observed = rows.images.observed[start:stop] or [()] * (stop - start)
+        observed = rows.images.observed[start:stop]
+        if not observed:
+            observed = [()] * (stop - start)
         self._processor.bring(image for images in shown for image in images)
         begins: dict[Image, int] = {}
         total = 0
@@ -163,7 +165,9 @@ class ImageInputs:
             length = end - begin if own else prompt
             if known is None or number != last or own:
                 ids = rows.tokens[first + begin : first + begin + length].tolist()
-                known = self._begin(ids, prompt, images, own, begins, row)
+                known = self._begin(
+                    ids, prompt, images=images, observed=own, begins=begins, row=row
+                )
                 last = -1 if own else number
             found[:, begin : begin + length] = known.positions[:, :-1]
             found[:, begin + length : end] = known.positions[:, -1:] + torch.arange(
@@ -176,6 +180,7 @@ class ImageInputs:
         self,
         ids: list[int],
         prompt: int,
+        *,
         images: Sequence[Image],
         observed: Sequence[ObservedImage],
         begins: dict[Image, int],

@@ -16,7 +16,7 @@ from siirl_dask.algorithms import Aggregation, TokenLoss, ValueInputs, ValueLoss
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import HoldsNoGroups, Rank
 from siirl_dask.training.learner import Learner, TokenSelection, in_turn, select_tokens
-from siirl_dask.training.model.network import ValueNetwork
+from siirl_dask.training.model.heads import ValueNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
 from siirl_dask.training.parallel.dtensor import copy_state
 from siirl_dask.training.parking import ModelMemory, make_parkable

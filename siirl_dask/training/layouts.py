@@ -177,8 +177,12 @@ def check_all_attend(path: str, size: int, option: str) -> None:
             f"trainer.fsdp.{option}={size}: the rows of {path!r} are computed with padding "
             f"({padded}) and are not divided; leave it out"
         )
-    config = read_config(path) or {}
-    kinds = config.get("text_config", config).get("layer_types") or []
+    config = read_config(path)
+    if config is None:
+        return
+    kinds = config.get("text_config", config).get("layer_types")
+    if not kinds:
+        return
     others = sorted(
         {
             str(kind)

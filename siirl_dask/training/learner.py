@@ -204,7 +204,8 @@ class Learner:
             -1, 2
         )
         with self._waiting():
-            totals = [Totals(*count) for count in all_reduce(counts, self._cpu_group).tolist()]
+            summed = all_reduce(counts, self._cpu_group).tolist()
+        totals = [Totals(tokens=tokens, rows=rows) for tokens, rows in summed]
         sums: dict[str, float] = {}
         steps: list[tuple[float, float]] = []
         tokens = learned = 0
@@ -230,9 +231,8 @@ class Learner:
                 tokens += total.tokens
         metrics = {name: value / tokens for name, value in sums.items()}
         if steps:
-            metrics[_LOSS], metrics["grad_norm"] = (
-                sum(values) / len(steps) for values in zip(*steps, strict=True)
-            )
+            metrics[_LOSS] = sum(loss for loss, _ in steps) / len(steps)
+            metrics["grad_norm"] = sum(norm for _, norm in steps) / len(steps)
         metrics["lr"] = self._optimizer.lr
         metrics["empty_minibatches"] = float(len(batches) - learned)
         metrics["skipped_steps"] = float(learned - len(steps))

@@ -61,6 +61,8 @@ class ModelOnWorkers:
     learns: bool = True
     scores: bool = True
     """Whether it scores tokens through the vocabulary, as a critic does not."""
+    float32_head: bool = False
+    """Whether logits are products in float32 (``model.float32_head``)."""
 
     @property
     def division(self) -> Division:
@@ -98,7 +100,9 @@ class ModelOnWorkers:
     @property
     def head_learns(self) -> bool:
         """Whether the head has a gradient."""
-        return self.learns and self.scores and not self.adapters
+        if not self.learns or not self.scores:
+            return False
+        return not self.adapters
 
 
 def logits_rows(tokens: int, hidden: int, vocabulary: int, *, on_cpu: bool) -> int:
@@ -286,21 +290,32 @@ def layer_bytes(model: ModelOnWorkers) -> int:
 def head_bytes(model: ModelOnWorkers) -> dict[str, int]:
     """Return what log-probs take: blocks of logits, the sum of the hidden states' gradient over
     them, and the head's gradient, in the type of its parameter. In the narrower type each block has
-    its logits, and their gradient, too.
+    its logits, and their gradient, too; with a head in float32 instead the block's part of the head
+    in float32, and all hidden states.
     """
     if not model.scores:
         return {}
     one = model.architecture
     narrow = model.narrow % FLOAT32
+    widened = False
+    if narrow:
+        widened = model.float32_head
     tokens = model.tokens
     rows = logits_rows(tokens, one.hidden, one.vocabulary, on_cpu=False)
     replica = model.memory.replicated
-    block = (_BLOCKS * FLOAT32 + 2 * narrow) * rows * tokens
-    if replica:  # the head's rows in the narrower type, and their gradient
-        block += 2 * narrow * rows * one.hidden
+    block = _BLOCKS * FLOAT32 * rows * tokens
+    if widened:  # the head's rows in float32, while the next ones are rounded and widened
+        block += (2 * FLOAT32 + (narrow if replica else 0)) * rows * one.hidden
+    else:
+        block += 2 * narrow * rows * tokens
+        if replica:  # the head's rows in the narrower type, and their gradient
+            block += 2 * narrow * rows * one.hidden
     parts = {"log-probs of a block": block}
+    if widened:
+        parts["hidden states in float32"] = FLOAT32 * tokens * one.hidden
     if model.learns:
-        parts["gradient of hidden states"] = (FLOAT32 + narrow) * tokens * one.hidden
+        each = FLOAT32 if widened else FLOAT32 + narrow
+        parts["gradient of hidden states"] = each * tokens * one.hidden
     if model.head_learns:
         parts["head's gradient"] = (
             (FLOAT32 if replica else model.narrow) * one.vocabulary * one.hidden

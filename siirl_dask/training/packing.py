@@ -223,7 +223,9 @@ def _filled(offsets: Ints, budget: int) -> list[tuple[int, int]]:
         )
         cuts.append((start, stop))
         start = stop
-    return cuts or [(0, 0)]
+    if not cuts:
+        return [(0, 0)]
+    return cuts
 
 
 def _pack(

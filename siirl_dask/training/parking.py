@@ -43,7 +43,8 @@ class Parked:
             pinned = any(
                 accelerator.pins_host_memory(storage.device) for storage in self._storages.values()
             )
-            self._copies = self._copies or host_memory(self._sizes, pinned=pinned)
+            if not self._copies:
+                self._copies = host_memory(self._sizes, pinned=pinned)
             for key, storage in self._storages.items():
                 self._copies[key].copy_(_bytes(storage), non_blocking=pinned)
             _synchronize(self._storages.values())

@@ -31,7 +31,9 @@ def is_of(part: VisionPart, name: str, family: ImageFamily) -> bool:
         case VisionPart.visual:
             return in_tower
         case VisionPart.encoder:
-            return in_tower and not projects
+            if not in_tower:
+                return False
+            return not projects
         case VisionPart.projector:
             return projects
         case VisionPart.language_model:
@@ -40,7 +42,9 @@ def is_of(part: VisionPart, name: str, family: ImageFamily) -> bool:
 
 def stays(name: str, parts: Collection[VisionPart], family: ImageFamily | None) -> bool:
     """Return whether a parameter belongs to any of ``parts``, which do not learn."""
-    return family is not None and any(is_of(part, name, family) for part in parts)
+    if family is None:
+        return False
+    return any(is_of(part, name, family) for part in parts)
 
 
 def in_tower(name: str, family: ImageFamily | None) -> str | None:
@@ -51,8 +55,9 @@ def in_tower(name: str, family: ImageFamily | None) -> str | None:
         return None
     blocks = f"{family.tower.removeprefix(_INNER)}.{family.blocks}."
     inside = name.removeprefix(_INNER)
-    within = inside.startswith(blocks) and inside.endswith(_WEIGHT)
-    return inside.removesuffix(_WEIGHT).rpartition(".")[2] if within else None
+    if not inside.startswith(blocks) or not inside.endswith(_WEIGHT):
+        return None
+    return inside.removesuffix(_WEIGHT).rpartition(".")[2]
 
 
 def frozen_parts(
@@ -61,11 +66,10 @@ def frozen_parts(
     """Return the parts of a model that do not learn: those of ``trainer.freeze``, and a tower
     that nothing runs.
     """
-    unused = family is not None and not sees_images
-    return [
-        *trainer.freeze,
-        *([VisionPart.visual] if unused and VisionPart.visual not in trainer.freeze else []),
-    ]
+    parts = [*trainer.freeze]
+    if family is not None and not sees_images and VisionPart.visual not in parts:
+        parts.append(VisionPart.visual)
+    return parts
 
 
 def check_parts(
@@ -110,7 +114,9 @@ def family_seen(path: str, images: ImagesConfig | None) -> tuple[ImageFamily | N
     that is not on this machine is checked by the workers.
     """
     config = read_config(path)
-    sees = images is not None and images.used
+    sees = False
+    if images is not None:
+        sees = images.used
     if sees and config is not None:
         return family_of(config, path), True
     return FAMILIES.get((config or {}).get("model_type", "")), sees

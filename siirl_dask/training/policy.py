@@ -18,7 +18,7 @@ from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.routing import Routing
 from siirl_dask.training.learner import Learner, in_turn, loss_inputs, select_tokens
-from siirl_dask.training.model.network import PolicyNetwork
+from siirl_dask.training.model.heads import PolicyNetwork
 from siirl_dask.training.model.replay import with_routes
 from siirl_dask.training.model.shared_base import AgentNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
@@ -55,7 +55,7 @@ class Reference(HoldsNoGroups):
             trainer=trainer,
             routing=routing,
         )
-        self._network = network or backend.network(make).requires_grad_(False)
+        self._network = backend.network(make).requires_grad_(False) if network is None else network
         if park:
             make_parkable(self._network.parameters())
         self._memory = ModelMemory(self._network.parameters(), None, park=park)

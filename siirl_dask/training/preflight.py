@@ -313,6 +313,7 @@ def _passes(
         else 0.0,
         learns=learns,
         scores=key != "critic",
+        float32_head=model.float32_head,
     )
     return passing_bytes(on_workers), with_remedies(on_workers, key, tokens, adapters)
 
@@ -386,19 +387,27 @@ def count_frozen(path: str, trainer: TrainerConfig, images: ImagesConfig | None)
 
 
 def count_matrices(path: str, trainer: TrainerConfig, images: ImagesConfig | None) -> int:
-    """Count the parameters of the model in ``path`` that Muon steps: those of ``Network.matrices``,
-    by their names in files. Layers that are not called so count as AdamW's, which takes more.
+    """Count the parameters of the model in ``path`` that Muon steps."""
+    return sum(map(prod, matrix_shapes(path, trainer, images)))
+
+
+def matrix_shapes(
+    path: str, trainer: TrainerConfig, images: ImagesConfig | None
+) -> list[tuple[int, ...]]:
+    """Return the shapes of the parameters of the model in ``path`` that Muon steps: those of
+    ``Network.matrices``, by their names in files, [rows, columns] or a stack of these. Layers that
+    are not called so count as AdamW's, which takes more memory.
     """
     if trainer.optimizer != OptimizerName.muon:
-        return 0
+        return []
     family, sees = family_seen(path, images)
     frozen = frozen_parts(trainer, family, sees_images=sees)
-    return sum(
-        prod(shape)
+    return [
+        tuple(shape)
         for name, shape in parameter_shapes(path).items()
         if _is_matrix(name, shape, in_tower(name, family) is not None)
         and not stays(name, frozen, family)
-    )
+    ]
 
 
 def _is_matrix(name: str, shape: Sequence[int], of_tower: bool) -> bool:
@@ -406,7 +415,9 @@ def _is_matrix(name: str, shape: Sequence[int], of_tower: bool) -> bool:
         return False
     if len(shape) == 2 and not name.endswith(".weight"):
         return False
-    return len(shape) in (2, 3) and min(shape[-2:]) > 1
+    if len(shape) not in (2, 3):
+        return False
+    return min(shape[-2:]) > 1
 
 
 def _share(total: int, trainer: TrainerConfig, workers: int) -> int:

@@ -38,7 +38,9 @@ class RowImages:
 
     def shows_any(self) -> bool:
         """Return whether any row shows an image."""
-        return any(self.groups) or any(self.observed)
+        if any(self.groups):
+            return True
+        return any(self.observed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -116,7 +117,7 @@ def whole_folders(
         folder: max(records) for folder, names in folders.items() if (records := _records(names))
     }
     with ThreadPoolExecutor(max_workers=16) as pool:  # on an object store each costs a round trip
-        read = pool.map(lambda item: _read_record(fs, root, *item), newest.items())
+        read = pool.map(partial(_read_record, fs, root), newest.keys(), newest.values())
         listed = dict(zip(newest, read, strict=True))
     whole = {}
     for folder, names in folders.items():
@@ -175,7 +176,9 @@ def newest_parts(names: Iterable[str]) -> list[str]:
 
 def is_numbered(name: str) -> bool:
     """Tell whether ``name`` is that of a part with a writer's number, or of a record."""
-    return _PART.fullmatch(name) is not None or _RECORD.fullmatch(name) is not None
+    if _PART.fullmatch(name) is not None:
+        return True
+    return _RECORD.fullmatch(name) is not None
 
 
 def _records(names: Iterable[str]) -> list[int]:

@@ -298,7 +298,9 @@ def full_disk_named(path: str | os.PathLike[str], nbytes: int | None = None) -> 
 
 def is_full(error: BaseException | None) -> bool:
     """Return whether an error is that of a full disk, or of a quota that is used up."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not isinstance(error, OSError):
+        return False
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _full(path: Path, error: OSError, nbytes: int | None) -> str:

@@ -44,6 +44,6 @@ def scalar(value: str | None, kind: pa.DataType) -> pa.Scalar:
 
 def _is_int64(text: str) -> bool:
     digits = text.removeprefix("-")
-    return (
-        digits.isascii() and digits.isdigit() and len(digits) < 40 and -(2**63) <= int(text) < 2**63
-    )
+    if not digits.isascii() or not digits.isdigit() or len(digits) >= 40:
+        return False
+    return -(2**63) <= int(text) < 2**63

@@ -150,7 +150,9 @@ def parse_part(entry: Any) -> Part:
 
 def is_below(path: str) -> bool:
     """Tell whether a relative path stays below its folder, on any filesystem."""
-    return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(path.split("/"))
+    if not path.isprintable() or "\\" in path:
+        return False
+    return {"", ".", ".."}.isdisjoint(path.split("/"))
 
 
 def _natural(entry: dict[str, Any], key: str) -> int:

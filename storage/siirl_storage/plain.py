@@ -90,10 +90,9 @@ def _uncommitted(fs: AbstractFileSystem, root: str, files: Mapping[str, int]) ->
 def _is_hidden(name: str) -> bool:
     # What a writer staged is no table until it is committed, even if the writer died and left
     # nothing else there.
-    return (
-        any(step.startswith(("_", ".")) for step in name.split("/"))
-        or _STAGED.fullmatch(name) is not None
-    )
+    if any(step.startswith(("_", ".")) for step in name.split("/")):
+        return True
+    return _STAGED.fullmatch(name) is not None
 
 
 def _nothing_here(where: str, files: Sequence[str]) -> str:

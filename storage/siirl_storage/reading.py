@@ -343,8 +343,9 @@ def _arrow_batches(
     file: pa.NativeFile, index: int, columns: Sequence[str]
 ) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     schema = pa.ipc.open_file(file).schema
-    # An empty list would mean every field
-    wanted = sorted(schema.get_field_index(name) for name in columns) or [0]
+    wanted = sorted(schema.get_field_index(name) for name in columns)
+    if not wanted:
+        wanted = [0]  # an empty list would mean every field
     reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=wanted))
     return reader.schema, (reader.get_batch(number) for number in (index,))
 

@@ -173,11 +173,9 @@ def _passes(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _ERRNO:
         return True
     status, code = _answer(error)
-    return (
-        status in _STATUS
-        or code in _CODES
-        or not _NETWORK.isdisjoint(map(_name, type(error).__mro__))
-    )
+    if status in _STATUS or code in _CODES:
+        return True
+    return not _NETWORK.isdisjoint(map(_name, type(error).__mro__))
 
 
 def _answer(error: BaseException) -> tuple[object, object]:

@@ -102,7 +102,14 @@ class Snapshot:
                 f"rows {list(rows)[:8]} of {count} in {group.part!r}: expected ascending row "
                 "numbers"
             )
-        return self._read(part, group.index, self._projection(columns), rows, max_bytes, footers)
+        return self._read(
+            part,
+            group.index,
+            self._projection(columns),
+            rows=rows,
+            max_bytes=max_bytes,
+            footers=footers,
+        )
 
     def to_table(
         self, columns: Sequence[str] | None = None, *, max_bytes: int | None = None

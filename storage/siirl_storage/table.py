@@ -47,7 +47,9 @@ def open_table(url: str, version: int | None = None) -> Snapshot:
     try:
         return _snapshot(url, read_manifest(fs, root, versions[-1]))
     except (FileNotFoundError, NotADirectoryError) as error:
-        present = ", ".join(map(str, list_versions(fs, root))) or "none"
+        present = ", ".join(map(str, list_versions(fs, root)))
+        if not present:
+            present = "none"
         raise TableNotFound(
             f"no snapshot {version} of {full_name(fs, root)} (versions there: {present})"
         ) from error

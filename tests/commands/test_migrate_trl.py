@@ -228,6 +228,76 @@ def test_a_part_of_a_dataset_and_a_changed_mapping_are_noted(written, noted):
     assert any(noted in note for note in found.notes), found.notes
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"loss_type": "vespo", "vespo_k_pos": 1.5},
+            {
+                "loss": "vespo",
+                "aggregation": "token_mean",
+                "loss_options": {
+                    "power_positive": 1.5,
+                    "decay_positive": 3,
+                    "power_negative": 3,
+                    "decay_negative": 2,
+                },
+            },
+        ),
+        (
+            {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+            {"loss": "gspo", "aggregation": "sequence_mean_token_sum"},
+        ),
+        (
+            {"off_policy_mask_threshold": 0.2},
+            {"correction": "mask_off_policy", "correction_options": {"limit": 0.2}},
+        ),
+        ({"top_entropy_quantile": 0.2}, {"correction": "keep_high_entropy"}),
+    ],
+    ids=lambda case: "-".join(case) if "loss" not in case else "",
+)
+def test_the_newest_losses_and_masks_become_ours(tmp_path, options, expected):
+    path = tmp_path / "grpo.yaml"
+    values = {"model_name_or_path": "m", "reward_funcs": "mine:f", **options}
+    path.write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
+    target, done = written(tmp_path, path)
+    assert not [name for name in options if done.fates[name].lost]
+    found = load(target, ["data.url=x", "rewards.options={}", "model.path=m"]).algorithm
+    for key, value in expected.items():
+        own = getattr(found, key)
+        assert own == (f"siirl_dask.algorithms:{value}" if isinstance(value, str) else value), key
+
+
+def test_masks_join_the_correction_of_the_engine_and_plan(tmp_path, script, capsys):
+    more = ["use_vllm=true", "off_policy_mask_threshold=0.1", "top_entropy_quantile=0.2"]
+    path, done = written(tmp_path, script("trl_grpo"), *more)
+    assert not [name for name, fate in done.fates.items() if fate.lost]
+    config = load(path)
+    assert config.algorithm.correction == "siirl_dask.algorithms:combined"
+    parts = [part["run"] for part in config.algorithm.correction_options["parts"]]
+    assert parts == [
+        f"siirl_dask.algorithms:{name}"
+        for name in ("masked_is", "mask_off_policy", "keep_high_entropy")
+    ]
+    main(["plan", str(path), "data.max_prompt_length=32", "rollout.engine=transformers"])
+    assert "forks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("optim", "became", "lost"),
+    [("adamw_torch_fused", None, False), ("muon", "muon", False), ("adafactor", None, True)],
+)
+def test_an_optimizer_that_is_no_adamw_is_named(tmp_path, optim, became, lost):
+    path = tmp_path / "grpo.yaml"
+    values = {"model_name_or_path": "m", "beta": 0.0, "max_completion_length": 8, "optim": optim}
+    values["cast_lm_head_to_fp32"] = "true"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
+    done = migrate([str(path)], 100)
+    assert bool(done.fates["optim"].lost) is lost
+    assert ("optimizer: muon" in done.text) is (became == "muon")
+    assert "float32_head: true" in done.text
+
+
 def test_what_cannot_be_known_is_left_to_decide(tmp_path, script):
     twice = "n = 4\nif x: n = 8\n"
     loose = "def mine(completions, **kwargs):\n    return [1.0]\n"
@@ -237,7 +307,7 @@ def test_what_cannot_be_known_is_left_to_decide(tmp_path, script):
             "MODEL =": f"{twice}{loose}MODEL =",
             "num_generations=4": "num_generations=n",
             "reward_funcs=share_of_digits": "reward_funcs=mine",
-            '"grpo"': '"vespo"',
+            '"grpo"': '"sft"',
         },
     )
     done = migrate([str(path)], 100)
@@ -247,7 +317,7 @@ def test_what_cannot_be_known_is_left_to_decide(tmp_path, script):
         "options: ???  # TO DECIDE: reward_funcs is `mine, which is in a script that trains"
         in done.text
     )
-    assert "loss: ???  # TO DECIDE: loss_type=vespo has no counterpart" in done.text
+    assert "loss: ???  # TO DECIDE: loss_type=sft has no counterpart" in done.text
 
 
 def test_the_page_shows_the_table_of_trl():

@@ -215,6 +215,31 @@ GROUP_LIST = (
     "algorithm, trainer,"
 )
 REFUSED = [
+    (
+        "rollout: {window: 2, partial: true, max_tokens_per_step: 3, max_staleness: 1}",
+        ["rollout.max_response_length=6"],
+        ["rollout.window=2 with rollout.partial=true"],
+    ),
+    (
+        "rollout: {window: 2, in_flight: true, max_staleness: 2}",
+        [],
+        ["rollout.window=2 with rollout.in_flight=true"],
+    ),
+    (
+        "rollout: {window: 2}",
+        [],
+        ["rollout.max_staleness=0: expected", "1 more for a response of 2 steps (rollout.window"],
+    ),
+    (
+        "rollout: {window: 7, max_staleness: 1}",
+        ["data.batch_size=8", "algorithm.minibatches=2"],
+        ["rollout.window=7: expected at most 6", "data.batch_size=8, algorithm.minibatches=2"],
+    ),
+    (
+        "rollout: {ledger: runs/first/rollouts}",
+        [],
+        ["rollout.ledger='runs/first/rollouts' with rollout.window=0"],
+    ),
     # the file's text, then overrides, then parts of the error
     (
         "rolout: {n: 1}",

@@ -158,6 +158,44 @@ def test_adapters_leave_out_the_gradients_of_frozen_weights_and_travel_alone(pla
     )
 
 
+def test_muon_multiplies_matrices_and_sends_them_and_has_one_moment(planned):
+    """Five iterations of 4 m m n + 2 m m m FLOPs for each matrix [m, n], shared by four workers."""
+    layer = [(3584, 3584), (512, 3584), (512, 3584), (3584, 3584)]
+    layer += [(3584, 18944), (3584, 18944), (3584, 18944)]
+    flops = 28 * sum(5 * (4 * m * m * n + 2 * m * m * m) for m, n in layer)
+    parameters = 28 * sum(m * n for m, n in layer)
+    computed = flops / 4 / (989e12 * 0.4)
+    # rows of whole matrices come together and go back, in float32: three quarters of a worker's
+    sent = 2 * 4 * parameters / 4 * 3 / 4 / 450e9
+    spared = 8 * parameters / 4 / 3.35e12
+    adamw = seconds(planned, APART).nodes["update"]
+    muon = seconds(planned, APART, "trainer.optimizer=muon").nodes["update"]
+    assert muon - adamw == pytest.approx(computed + sent - spared, rel=1e-3)
+    twice = seconds(planned, APART, "trainer.optimizer=muon", "algorithm.minibatches=2")
+    more = seconds(planned, APART, "algorithm.minibatches=2").nodes["update"]
+    assert twice.nodes["update"] - more == pytest.approx(2 * (muon - adamw), rel=1e-3)
+
+
+def test_a_head_in_float32_multiplies_at_the_rate_of_float32(planned):
+    wide = "model.float32_head=true"
+    head = 2 * 152064 * 3584 * 128 * 8 * 800 / 4  # FLOPs of a worker's response tokens
+    slower = head * (1 / 67e12 - 1 / 989e12) / 0.4
+    plain = seconds(planned, APART).nodes
+    found = seconds(planned, APART, wide).nodes
+    assert found["old_logprobs"] - plain["old_logprobs"] == pytest.approx(slower, rel=1e-3)
+    # forward, backward twice, and once more to have the logits again
+    assert found["update"] - plain["update"] == pytest.approx(4 * slower, rel=1e-3)
+    # vLLM multiplies in bfloat16 and adds up in float32; the transformers engine widens the head
+    assert found["rollout"] == plain["rollout"]
+    own = "rollout.engine=transformers"
+    assert (
+        seconds(planned, APART, own, wide).nodes["rollout"]
+        > seconds(planned, APART, own).nodes["rollout"]
+    )
+    in_float32 = ("model.dtype=float32", APART)
+    assert seconds(planned, *in_float32, wide).nodes == seconds(planned, *in_float32).nodes
+
+
 def test_a_mixture_computes_with_the_experts_that_are_chosen_and_reads_those_that_any_token_chooses(
     planned, tmp_path
 ):

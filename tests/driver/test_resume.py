@@ -202,6 +202,14 @@ def test_how_a_model_is_divided_among_workers_may_change(tmp_path, change):
     assert begin(url, "trainer.backend=megatron", f"trainer.megatron.{change}").exists
 
 
+def test_a_run_goes_on_with_other_servers(tmp_path):
+    url = str(tmp_path)
+    served = ["rollout.engine=server", "rollout.server.weights_folder=/weights"]
+    write_identity(*config_and_dag(url, *served, "rollout.server.urls=[http://a:1]"), replace=False)
+    more = "rollout.server.urls=[http://b:1,http://c:1]"
+    assert begin(url, *served, more, "rollout.server.patience=5").exists
+
+
 def test_options_of_a_backend_may_not_change(tmp_path):
     url = str(tmp_path)
     write_identity(*config_and_dag(url, "trainer.backend=mine:SPEC"), replace=False)

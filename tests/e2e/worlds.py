@@ -40,6 +40,14 @@ class Delayed:
         )
 
 
+class LogNormal(Delayed):
+    """Answers after a log-normal time: most soon, some many times as late."""
+
+    async def step(self, text):
+        await asyncio.sleep(min(random.lognormvariate(-4.0, 1.5), 1.0))
+        return await super().step(text)
+
+
 class Rewritten(Delayed):
     rewrites = True
 

@@ -111,6 +111,17 @@ def test_frequencies_that_are_the_same_for_all_rows_are_no_limit(config, tmp_pat
         assert engine_length(model) is None
 
 
+@pytest.mark.parametrize("part", [{}, {"text_config": {"index_topk": 32}}])
+def test_rows_longer_than_what_an_indexer_chooses_of_are_refused(part, tmp_path):
+    """DeepSeek-V3.2 and GLM-5."""
+    config = part or {"model_type": "deepseek_v32", "index_topk": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ModelConfig(path=str(tmp_path))
+    check_longest_row(model, 32)
+    with pytest.raises(ConfigError, match=r"a token sees 32 .* is 33, expected at most 32"):
+        check_longest_row(model, 33)
+
+
 def test_vllm_is_given_the_longest_row_by_which_it_takes_the_trainers_factors(tmp_path):
     longrope = written(tmp_path / "longrope", LONGROPE["phi3 of transformers 5"])
     assert engine_length(ModelConfig(path=longrope, longest_row=48)) == 48

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     Gemma2Config,
@@ -19,7 +21,11 @@ from transformers import (
 from siirl_dask.config import ModelConfig
 from siirl_dask.rollout import Sampling
 from siirl_dask.rollout.token_sampling import TokenSampler
-from siirl_dask.rollout.transformers_engine.decoding import decode, use_decoding
+from siirl_dask.rollout.transformers_engine.decoding import (
+    attention_of_text,
+    decode,
+    use_decoding,
+)
 from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.rollout.transformers_engine.plain_generate import generate
 from siirl_dask.tasks.tiny_model import tiny_model
@@ -158,3 +164,15 @@ def test_the_host_waits_once_a_token(monkeypatch):
     )
     sampled(decode, model, rows, [5] * 4, seen)
     assert copied == [(2, len(left)) for left in seen]
+
+
+def test_a_part_that_a_model_has_not_gets_no_attention():
+    """Large Gemma 4 hear nothing: their config has null for sound."""
+    text = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 300}
+    tower = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    config = CONFIG_MAPPING["gemma4"](text_config=text, vision_config=tower, audio_config=None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model.set_attn_implementation(attention_of_text(model, "eager"))
+    assert model.config.text_config._attn_implementation == "eager"
+    assert attention_of_text(model, None) == {"text_config": "eager", "vision_config": "sdpa"}

@@ -1,14 +1,17 @@
 """Tests of engines on several workers that need no vLLM: placement, refused mistakes."""
 
+import json
+
 import pytest
 
 from siirl_dask.cli import main
 from siirl_dask.commands.plan import describe_run
-from siirl_dask.config import Config, Engine, Sampler, WeightSync
+from siirl_dask.config import Config, Engine, ModelConfig, Sampler, WeightSync
 from siirl_dask.config.file import dump, load_config_file, shipped
 from siirl_dask.driver.checks.preflight import check
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.errors import ConfigError, PlanError
+from siirl_dask.rollout.specs import EngineRole, engine_spec
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.worker.data_plane import DataSettings
 from tests.conftest import digits_overrides
@@ -64,6 +67,29 @@ from tests.settings import rollout_config
 def test_impossible_settings_are_refused_by_name(settings, text):
     with pytest.raises(ConfigError, match=rf"rollout\.{text}"):
         rollout_config(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest", "said"),
+    [
+        ({}, 8191, None),
+        ({}, 8192, "expected less than 8192; or take rollout.engine=vllm"),
+        ({"floor_scale": 100}, 100, "Llama 4 scales attention from 100 tokens on"),
+        ({"floor_scale": 100, "attn_temperature_tuning": False}, 200, None),
+    ],
+)
+def test_rows_of_llama_4_that_padding_would_change_are_refused(tmp_path, settings, longest, said):
+    config = Config(rollout=rollout_config(max_response_length=longest - 1))
+    config.data.max_prompt_length = 1
+    text = {"model_type": "llama4_text", **settings}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": text}))
+    model = ModelConfig(path=str(tmp_path))
+    role = EngineRole(model=model, rollout=config.rollout, config=config)
+    if said is None:
+        assert len(engine_spec("transformers").check(role)) == 1
+        return
+    with pytest.raises(ConfigError, match=said):
+        engine_spec("transformers").check(role)
 
 
 def test_rows_are_taken_over_also_where_workers_share_an_engine():

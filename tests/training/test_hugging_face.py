@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 
 from siirl_dask.config import Dtype
 from siirl_dask.errors import ConfigError
+from siirl_dask.rollout.weight_loading import WeightLoader
 from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_model, tiny_tokenizer
 from siirl_dask.training.files.hugging_face import weight_buffers, write_hugging_face
 from siirl_dask.training.files.verify import check_export
@@ -99,16 +100,18 @@ def test_every_family_comes_back_with_the_bases_names_and_buffers(family, tmp_pa
     assert bool(buffers) is (family in ("gemma4", "glm4_moe", "deepseek_v3"))
 
 
-def image_text_model(folder):
+def image_text_model(folder, kind="qwen3_5", wide=False):
     """An image-text model whose text transformers takes for a model of its own, as it takes
-    Qwen3.5's.
+    Qwen3.5's. The experts of a mixture are one tensor each in its files. A wide one has the
+    widths that vLLM's kernels for CPUs take.
     """
+    width = 128 if wide else 32
     text = {
-        "hidden_size": 32,
+        "hidden_size": width,
         "intermediate_size": 64,
         "num_hidden_layers": 4,
         "vocab_size": VOCABULARY,
-        "head_dim": 16,
+        "head_dim": width // 4 if wide else 16,
     }
     text |= {
         "num_attention_heads": 4,
@@ -116,14 +119,17 @@ def image_text_model(folder):
         "pad_token_id": 0,
         "eos_token_id": 1,
     }
-    text |= {f"linear_{part}_head_dim": 8 for part in ("key", "value")}
+    text |= {f"linear_{part}_head_dim": 128 if wide else 8 for part in ("key", "value")}
     text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    if kind == "qwen3_5_moe":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": width // 2}
+        text |= {"shared_expert_intermediate_size": width // 2}
     tower = {
         "depth": 2,
         "hidden_size": 32,
         "num_heads": 2,
         "intermediate_size": 64,
-        "out_hidden_size": 32,
+        "out_hidden_size": width,
     }
     tower |= {
         "patch_size": 4,
@@ -131,7 +137,7 @@ def image_text_model(folder):
         "temporal_patch_size": 2,
         "num_position_embeddings": 16,
     }
-    config = CONFIG_MAPPING["qwen3_5"](text_config=text, vision_config=tower, image_token_id=260)
+    config = CONFIG_MAPPING[kind](text_config=text, vision_config=tower, image_token_id=260)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(folder)
@@ -139,11 +145,12 @@ def image_text_model(folder):
     return model
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_the_text_of_an_image_text_model_is_exported_under_the_bases_names_with_the_bases_tower(
-    tmp_path,
+    tmp_path, kind
 ):
     base, out = tmp_path / "base", tmp_path / "out"
-    whole = image_text_model(base)
+    whole = image_text_model(base, kind)
     extra = {"mtp.head.weight": torch.ones(3, 2)}
     save_file(
         load_file(base / "model.safetensors") | extra, base / "model.safetensors", {"format": "pt"}
@@ -169,6 +176,44 @@ def test_the_text_of_an_image_text_model_is_exported_under_the_bases_names_with_
             if ".visual." not in name:
                 parameter.mul_(1.5)
         assert torch.equal(exported(TOKENS).logits, whole(TOKENS).logits)
+
+
+def llama4(folder):
+    """An image-text Llama 4, whose text's names all begin with another word in its files."""
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "intermediate_size_mlp": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "vocab_size": VOCABULARY,
+        "pad_token_id": 0,
+    }
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    tower |= {"num_attention_heads": 2, "image_size": 28, "vision_output_dim": 32}
+    tower |= {"projector_input_dim": 32, "projector_output_dim": 32}
+    config = CONFIG_MAPPING["llama4"](text_config=text, vision_config=tower, image_token_index=260)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "llama4"])
+def test_engines_get_the_text_of_an_image_text_model_under_the_bases_names(tmp_path, kind):
+    """vLLM goes by config.json, and builds the model of the files."""
+    if kind == "llama4":
+        llama4(tmp_path)
+    else:
+        image_text_model(tmp_path, kind)
+    text = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    sent = dict(WeightLoader.of_folder(str(tmp_path)).as_in_files(text.named_parameters()))
+    files = load_file(tmp_path / "model.safetensors")
+    of_images = ("model.visual.", "vision_model.", "multi_modal_projector.")
+    assert sent.keys() == {name for name in files if not name.startswith(of_images)}
+    for name, tensor in sent.items():
+        assert torch.equal(tensor, files[name]), name
 
 
 def test_a_tower_that_is_not_the_bases_is_found_though_the_text_is_the_trained_one(tmp_path):

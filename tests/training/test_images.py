@@ -31,7 +31,7 @@ from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.rows import copied_weights, random_rows, signs
 from siirl_dask.training import TrainBatch, ValueBatch, build_critic, build_reference, build_trainer
 from siirl_dask.training.batch_images import ImageInputs
-from siirl_dask.training.model.network import PolicyNetwork
+from siirl_dask.training.model.heads import PolicyNetwork
 from siirl_dask.training.model.trial import use_row_layout
 from siirl_dask.training.packing import micro_batches
 from siirl_dask.training.preflight import (

@@ -27,9 +27,9 @@ from siirl_dask.training.memory import (
     layer_bytes,
     working_bytes,
 )
+from siirl_dask.training.model.heads import PolicyNetwork
 from siirl_dask.training.model.layers import recompute
 from siirl_dask.training.model.logprobs import token_logprobs
-from siirl_dask.training.model.network import PolicyNetwork
 from siirl_dask.training.packing import micro_batches
 from siirl_dask.training.preflight import count_adapters
 from siirl_dask.training.remedies import with_remedies
@@ -279,14 +279,16 @@ def test_activations_are_what_autograd_keeps(wide, family, dtype, checkpointing)
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"),
+    ("backend", "dtype", "float32_head"),
     [
-        (Backend.torch, Dtype.float32),
-        (Backend.torch, Dtype.bfloat16),
-        (Backend.fsdp, Dtype.bfloat16),
+        (Backend.torch, Dtype.float32, False),
+        (Backend.torch, Dtype.bfloat16, False),
+        (Backend.fsdp, Dtype.bfloat16, False),
+        (Backend.torch, Dtype.bfloat16, True),
+        (Backend.fsdp, Dtype.bfloat16, True),
     ],
 )
-def test_log_probs_take_what_is_said(wide, monkeypatch, backend, dtype):
+def test_log_probs_take_what_is_said(wide, monkeypatch, backend, dtype, float32_head):
     monkeypatch.setattr("siirl_dask.training.memory._LOGITS", dict.fromkeys((True, False), 2**16))
     monkeypatch.setattr("siirl_dask.training.memory._LEAST_ROWS", 50)
     architecture, tokens = read_architecture(str(wide["llama"])), 96
@@ -297,6 +299,7 @@ def test_log_probs_take_what_is_said(wide, monkeypatch, backend, dtype):
         dtype=dtype,
         ranks=1,
         tokens=tokens,
+        float32_head=float32_head,
     )
     narrow = getattr(torch, dtype)
     shape = architecture.vocabulary, architecture.hidden
@@ -306,7 +309,7 @@ def test_log_probs_take_what_is_said(wide, monkeypatch, backend, dtype):
     )
     with Made() as made:
         logprobs, entropy, _ = token_logprobs(
-            hidden, weight, None, torch.arange(tokens), temperature=1.0
+            hidden, weight, None, torch.arange(tokens), temperature=1.0, float32=float32_head
         )
         torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))
     said = total(head_bytes(model))

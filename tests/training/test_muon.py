@@ -33,7 +33,7 @@ from siirl_dask.testing.rows import (
 from siirl_dask.training import TrainBatch
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from siirl_dask.training.memory import ModelOnWorkers, held_bytes
-from siirl_dask.training.model.network import PolicyNetwork
+from siirl_dask.training.model.heads import PolicyNetwork
 from siirl_dask.training.optimizer import Optimizer, learning_rate
 from siirl_dask.training.parallel.dtensor import full_tensor
 from siirl_dask.training.parallel.mesh import role_mesh

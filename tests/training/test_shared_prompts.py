@@ -13,7 +13,7 @@ from siirl_dask.testing.reference_model import load_model, plain_scores
 from siirl_dask.testing.rows import grouped_rows, random_rows
 from siirl_dask.training import PackedRows
 from siirl_dask.training.model.attention import packed_attention
-from siirl_dask.training.model.network import PolicyNetwork
+from siirl_dask.training.model.heads import PolicyNetwork
 from siirl_dask.training.model.trial import use_row_layout
 from siirl_dask.training.packing import Packing, micro_batches
 from siirl_dask.training.shared_prompts import find_shared, same_prompts

@@ -39,15 +39,16 @@ def set_correction(draft: Draft) -> None:
     draft.hold(_BYPASS, "old log-probs are of a pass of the policy")
     draft.hold(_LOSS_TYPE, "it counts with bypass_mode alone")
     if draft.number(_CAP, -1) > 0:
-        _set_parts(draft, [("truncated_is", {"cap": draft.number(_CAP, 2.0)})], _CAP)
+        _set_parts(draft, [("truncated_is", {"cap": draft.number(_CAP, 2.0)})], [_CAP])
         for name in (_IS, _IS_THRESHOLD, _RS, _RS_THRESHOLD):
             draft.lose(name, "tis_imp_ratio_cap weighs tokens already; leave one of them out")
         return
     draft.hold(_CAP, "no cap")
-    _set_parts(draft, [*_weights(draft), *_masks(draft)], _IS, _IS_THRESHOLD, _RS, _RS_THRESHOLD)
+    parts = [*_weights(draft), *_masks(draft)]
+    _set_parts(draft, parts, [_IS, _IS_THRESHOLD, _RS, _RS_THRESHOLD])
 
 
-def _set_parts(draft: Draft, parts: list[_Part], *sources: str) -> None:
+def _set_parts(draft: Draft, parts: list[_Part], sources: list[str]) -> None:
     """Set the correction: one, or the product of several. A fate that is decided already stays."""
     if not parts:
         return
@@ -58,8 +59,8 @@ def _set_parts(draft: Draft, parts: list[_Part], *sources: str) -> None:
     used = [
         source for source in sources if not (draft.fate(source).lost or draft.fate(source).note)
     ]
-    draft.set("algorithm.correction", f"{_OURS}:{name}", *used)
-    draft.set("algorithm.correction_options", options, *used)
+    draft.set_from("algorithm.correction", f"{_OURS}:{name}", used)
+    draft.set_from("algorithm.correction_options", options, used)
 
 
 def _weights(draft: Draft) -> list[_Part]:

@@ -49,7 +49,8 @@ ROLLOUT = (
     none(f"{_R}.quantization* {_R}.qat {_R}.mtp*", "engines compute with the policy's own weights"),
     none(f"{_R}.profiler.*", "profile.roles has the engine's role, with one setting for all"),
     none(f"{_R}.prometheus.* {_R}.trace.*", "see docs/monitoring.md and siirl-dask trace"),
-    none(f"{_R}.over_sample_rate", "rollout.partial carries long responses on instead of dropping them"),
+    none(f"{_R}.over_sample_rate", "rollout.window is its number of prompts for episodes, and rollout.partial is for "
+          "long responses: both carry what is late on instead of dropping it"),
     none(f"{_R}.*", "there is no such option of an engine"),
     rule(f"{_F}.fsdp_config.param_offload", "trainer.park", "where the policy's offload "
           "asks for it as well: a reference follows the policy"),

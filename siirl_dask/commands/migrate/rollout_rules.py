@@ -71,12 +71,9 @@ def set_rollout(draft: Draft, workers: int) -> None:
         f"{_R}.checkpoint_engine.update_weights_bucket_megabytes",
         f"{_R}.update_weights_bucket_megabytes",
     )
-    if draft.has(*bucket):
-        draft.set(
-            "rollout.weight_bucket",
-            f"{int(draft.number(draft.first(bucket, ''), 256))}MiB",
-            *bucket,
-        )
+    if any(draft.has(name) for name in bucket):
+        megabytes = int(draft.number(draft.first(bucket, ""), 256))
+        draft.set_from("rollout.weight_bucket", f"{megabytes}MiB", bucket)
     _set_vllm(draft)
 
 
@@ -105,7 +102,7 @@ def _set_vllm(draft: Draft) -> None:
     }
     names |= {f"{_R}.{name}": name for name in ("max_model_len", "enable_chunked_prefill")}
     if arguments := {own: draft.value(name) for name, own in names.items() if draft.has(name)}:
-        draft.set("rollout.vllm.engine_kwargs", arguments, *names)
+        draft.set_from("rollout.vllm.engine_kwargs", arguments, [*names])
 
 
 def set_validation(draft: Draft) -> None:
@@ -165,12 +162,11 @@ def set_profile(draft: Draft) -> None:
         for name in (*_WHEN, *unread, *_RANKS, *_EVERYONE):
             draft.hold(name, "no steps are profiled")
         return
-    draft.set(
-        "profile.steps", [max(1, step + first) for step in _numbers(draft, steps)], steps, *_WHEN
-    )
+    chosen = [max(1, step + first) for step in _numbers(draft, steps)]
+    draft.set_from("profile.steps", chosen, [steps, *_WHEN])
     everyone = [name for name in _EVERYONE if draft.flag(name, default=False)]
     ranks = _numbers(draft, draft.first(_RANKS, _RANKS[0]))
-    draft.set("profile.ranks", [] if everyone else ranks, *everyone, *_RANKS)
+    draft.set_from("profile.ranks", [] if everyone else ranks, [*everyone, *_RANKS])
     if draft.has("profiler.roles"):
         roles = [_ROLES.get(str(one), str(one)) for one in draft.items("profiler.roles")]
         draft.set("profile.roles", [*dict.fromkeys(roles)], "profiler.roles")
@@ -193,7 +189,10 @@ def _numbers(draft: Draft, name: str) -> list[int]:
     found = [
         one for one in draft.items(name, [0]) if isinstance(one, int) and not isinstance(one, bool)
     ]
-    return [one for one in found if one >= 0] or [0]
+    numbers = [one for one in found if one >= 0]
+    if not numbers:
+        return [0]
+    return numbers
 
 
 _WHEN = ("profiler.enable", "global_profiler.tool", "actor_rollout_ref.actor.profiler.enable")

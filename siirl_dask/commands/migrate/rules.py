@@ -169,13 +169,7 @@ def _set_data(draft: Draft) -> None:
 
 def _set_model(draft: Draft) -> None:
     path = local(draft.text(f"{_MODEL}.path", "~/models/deepseek-llm-7b-chat"))
-    hub = (
-        len(path.split("/")) == 2
-        and path[0] not in "./$"
-        and "{" not in path
-        and not Path(path).exists()
-    )
-    draft.set("model.path", f"hf://{path}" if hub else path, f"{_MODEL}.path")
+    draft.set("model.path", f"hf://{path}" if _is_of_hub(path) else path, f"{_MODEL}.path")
     _set_template(draft)
     names = (
         f"{ACTOR}.fsdp_config.dtype",
@@ -184,9 +178,16 @@ def _set_model(draft: Draft) -> None:
     )
     given = draft.text(draft.first(names, names[0]), "bfloat16")
     dtype = "float32" if given in ("fp32", "float32", "float") else "bfloat16"
-    draft.set("model.dtype", dtype, *names)
+    draft.set_from("model.dtype", dtype, names)
     if given in ("fp16", "float16", "half"):
         draft.lose(draft.first(names, names[0]), "float16 is not computed in: bfloat16 or float32")
+
+
+def _is_of_hub(path: str) -> bool:
+    """Return whether a path is the ``owner/name`` of a model on the Hub, and no folder here."""
+    if len(path.split("/")) != 2 or path[0] in "./$" or "{" in path:
+        return False
+    return not Path(path).exists()
 
 
 def _set_template(draft: Draft) -> None:
@@ -195,7 +196,7 @@ def _set_template(draft: Draft) -> None:
     names = [name for name in draft.given.values if name.startswith(prefix) and draft.has(name)]
     if names:
         arguments = {name.removeprefix(prefix): draft.value(name) for name in names}
-        draft.set("model.template", arguments, *names)
+        draft.set_from("model.template", arguments, names)
 
 
 def _set_reward(draft: Draft) -> None:

@@ -105,7 +105,7 @@ def _set_layout(draft: Draft, ours: str, theirs: str, workers: int) -> None:
         f"{theirs}.fsdp_config.ulysses_sequence_parallel_size",
     )
     if (ranks := int(draft.number(draft.first(sequence, sequence[0]), 1))) > 1:
-        draft.set(f"{ours}.fsdp.sequence_parallel", ranks, *sequence)
+        draft.set_from(f"{ours}.fsdp.sequence_parallel", ranks, sequence)
     for name in (*names.values(), *sequence, "actor_rollout_ref.ref.fsdp_config.param_offload"):
         draft.hold(name, "the default here")
 
@@ -191,7 +191,7 @@ def _set_optimizer(draft: Draft, ours: str, theirs: str) -> None:
     if schedule not in ("constant", "linear", "cosine"):
         draft.lose(name, f"there is no schedule {schedule!r}: constant, linear or cosine")
         schedule = "constant"
-    draft.set(f"{ours}.schedule", schedule, *style)
+    draft.set_from(f"{ours}.schedule", schedule, style)
     if draft.has(f"{theirs}.lr_decay_steps"):
         draft.set(
             f"{ours}.total_steps",

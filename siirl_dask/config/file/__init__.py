@@ -238,7 +238,7 @@ def _container(value: Any, kind: type[Any], key: str, path: object) -> Any:
             f"{path}: {key}={value!r}: expected a "
             f"{'list' if kind is list else 'mapping by role name'}"
         )
-    return value or kind()
+    return kind() if value is None else value
 
 
 def _role_places(layers: Sequence[Layer]) -> dict[str, str]:

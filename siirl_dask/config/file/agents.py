@@ -26,7 +26,9 @@ def merged_agents(old: Mapping[str, Any], new: Mapping[str, Any], depth: int) ->
     """
     agents = dict(old)
     for name, own in new.items():
-        before = agents.get(name) or {}
+        before = agents.get(name)
+        if not before:  # None is an entry that YAML leaves empty
+            before = {}
         deep = max(1, depth - 2)  # agents, and the agent's name
         changed = {
             key: merged(before.get(key), value, deep, OWN[key]) if key in OWN else value
@@ -47,8 +49,10 @@ def whole_agents(agents: Mapping[str, Any], values: Mapping[str, Any]) -> dict[s
     bases = {name: _first(own.get("base")) for name, own in agents.items()}
     for name, own in agents.items():
         shared = own.get("share")
-        told = shared or bases[name]
-        below = whole.get(told, values) if isinstance(told, str) else values
+        origin = shared
+        if not shared:
+            origin = bases[name]
+        below = whole.get(origin, values) if isinstance(origin, str) else values
         several = {"rollout": {"n": 1}} if whole else {}
         whole[name] = {"share": shared, "base": _over_base(bases, bases[name] or name)}
         for group, kind in OWN.items():

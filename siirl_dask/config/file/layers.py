@@ -87,7 +87,9 @@ def shipped(name: str) -> Path:
     ConfigError lists all.
     """
     configs = shipped_files()
-    path = configs.get(name) or configs.get(f"{name}.yaml")
+    path = configs.get(name)
+    if path is None:
+        path = configs.get(f"{name}.yaml")
     if path is None:
         raise ConfigError(
             f"no config {name!r} comes with siirl_dask (there are: {sorted(configs)})"
@@ -140,8 +142,11 @@ def base_layers(
     Paths are relative to ``folder``. ``chain`` has the files that lead here. ConfigError, in which
     the values are called ``name``.
     """
-    bases = values.pop("base", None) or []
-    bases = [bases] if isinstance(bases, str) else bases
+    bases = values.pop("base", None)
+    if not bases:
+        return []
+    if isinstance(bases, str):
+        bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(
             f"{name}: base={bases!r}: expected the path of another file, or a list of such"
@@ -296,7 +301,9 @@ def check_keys(layer: Layer) -> None:
             continue
         if group not in GROUPS:
             valid = [*GROUPS, AGENTS, *_DAG_KEYS, "base"]
-            hint = _elsewhere(group) or did_you_mean(group, valid)
+            hint = _elsewhere(group)
+            if not hint:
+                hint = did_you_mean(group, valid)
             raise ConfigError(
                 f"{layer.origin}: unknown group {group!r} (groups: {', '.join(valid)}){hint}"
             )
@@ -322,8 +329,11 @@ def _check_group(origin: str, group: str, values: Any, kind: type[Any]) -> None:
         if key not in known:
             if new := _renamed(f"{group}.{key}"):
                 raise ConfigError(f"{origin}: unknown key '{group}.{key}'{new}")
-            hint = _elsewhere(str(key), group) or did_you_mean(str(key), known)
-            hint = hint or _elsewhere(str(key), group, cutoff=0.7)
+            hint = _elsewhere(str(key), group)
+            if not hint:
+                hint = did_you_mean(str(key), known)
+            if not hint:
+                hint = _elsewhere(str(key), group, cutoff=0.7)
             raise ConfigError(
                 f"{origin}: unknown key '{group}.{key}' (keys of {group}: {known}){hint}"
             )
@@ -360,7 +370,11 @@ def _texts_of(kind: type[Any], group: str) -> Iterator[str]:
 
 def key_hint(key: str) -> str:
     """Return a hint to the nearest spelling of ``key`` in any group, for an error."""
-    return _renamed(key) or _elsewhere(key.rpartition(".")[2]) or did_you_mean(key, config_keys())
+    if hint := _renamed(key):
+        return hint
+    if hint := _elsewhere(key.rpartition(".")[2]):
+        return hint
+    return did_you_mean(key, config_keys())
 
 
 def _renamed(key: str) -> str:

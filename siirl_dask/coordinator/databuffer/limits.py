@@ -113,7 +113,9 @@ class Budget:
         self._admit()
 
     def _fits(self, size: int) -> bool:
-        return self.used == 0 or self.used + size <= self.limit
+        if self.used == 0:
+            return True
+        return self.used + size <= self.limit
 
     def _admit(self) -> None:
         while self._waiting and self._fits(self._waiting[0][0]):

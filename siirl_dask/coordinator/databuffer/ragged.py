@@ -146,7 +146,9 @@ def build_column(
         )
     if len(ends) == 0 or ends[-1] <= max_elements or _has_large_offsets(kind):
         return pa.chunked_array([_build_array(kind, lengths, values)])
-    width = element_width(kind) or 0
+    width = element_width(kind)
+    if width is None:
+        width = 0
     chunks = []
     first = 0
     while first < len(ends):

@@ -395,9 +395,9 @@ def prefers(edge: Edge, hosts: Hosts) -> bool:
     if edge.early is None:
         return False
     targets = {host_of(worker, hosts) for worker in edge.targets}
-    return len(targets) == 1 or targets.isdisjoint(
-        host_of(worker, hosts) for worker in edge.sources
-    )
+    if len(targets) == 1:
+        return True
+    return targets.isdisjoint(host_of(worker, hosts) for worker in edge.sources)
 
 
 def early_targets(

@@ -42,7 +42,9 @@ def _can_move(kind: pa.DataType) -> bool:
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _can_move(kind.value_type)
     if types.is_map(kind):
-        return _can_move(kind.key_type) and _can_move(kind.item_type)
+        if not _can_move(kind.key_type):
+            return False
+        return _can_move(kind.item_type)
     if types.is_struct(kind):
         return all(_can_move(field.type) for field in kind)
     return any(is_leaf(kind) for is_leaf in _LEAVES)

@@ -9,7 +9,9 @@ weights move from the node that writes parameters to the one that reads them. Ev
                 through all but attention once; of a mixture's experts those count that a token chooses
     generation  each step reads cache and weights once, of a mixture's experts those that any of its tokens chooses;
                 prompts are read before, once for all samples
-    optimizer   reads and writes 40 bytes a parameter for each mini-batch; adapters count as nothing
+    head        with model.float32_head its products are in float32, in an engine as well, but for one that only adds
+                up in float32; and the engine reads it, widens it, and reads it again for each token
+    optimizer   for each mini-batch: see optimizer_seconds.py; adapters count as nothing
     weights     all, in the model's type, or the adapters alone, in float32
     collectives sums of gradients, gathers and scatters of fsdp, of which computing hides four fifths
     moves       what sleeps, wakes, parks and is reloaded: see role_moves.py; nothing on a CPU
@@ -18,10 +20,11 @@ weights move from the node that writes parameters to the one that reads them. Ev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from siirl_dask.config import Config, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.driver.estimates.optimizer_seconds import optimizer_step
 from siirl_dask.driver.estimates.role_moves import (
     Moves,
     NodeWork,
@@ -45,16 +48,13 @@ from siirl_dask.schema import (
     RESPONSE_IDS,
     VALUES,
 )
-from siirl_dask.training.preflight import count_adapters
+from siirl_dask.training.preflight import count_adapters, matrix_shapes
 from siirl_dask.training.specs import division_of, trainer_spec
 
 Placement = Mapping[str, Sequence[str]]
 """The workers of each role."""
 _SCORES = {OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES}
 _FLOAT32 = 4
-# bytes: AdamW reads weights, gradients and moments and writes all but the gradients, which are
-# zeroed
-_OPTIMIZER = 40
 _HIDDEN_BY_COMPUTING = 0.8  # share of a collective's time
 _ENGINE_SHARE = 0.85  # of an accelerator's memory, for weights and cache
 _SAMPLER = 40  # bytes read and written for each logit that a token is drawn from
@@ -88,6 +88,8 @@ class _Model:
     workers: int
     experts: int
     """Experts of each layer of a mixture; 0 without."""
+    wide_head: bool = False
+    """Whether the head's products are in float32, and the others are not."""
 
     @property
     def layers(self) -> int:
@@ -290,7 +292,9 @@ class NodeSeconds:
             )
             return seconds / 2 if PARAMETER_DATA in reads else seconds
         if learns(node, self.plan):
-            return _update(model, trainer, config, speed, lengths)
+            path = options.get("model", config.model).path
+            matrices = matrix_shapes(path, trainer, options.get("images"))
+            return _update(model, trainer, config, speed, lengths, matrices=matrices)
         return _scoring(model, trainer, config, speed, lengths)
 
     def _weight_bytes(self, node: Node, model: _Model, options: Mapping[str, Any]) -> int:
@@ -318,7 +322,15 @@ class NodeSeconds:
         if found is None:
             return None
         size, architecture, experts = found
-        return _Model(size, architecture, model.dtype.itemsize, workers, experts)
+        itemsize = model.dtype.itemsize
+        return _Model(
+            size=size,
+            architecture=architecture,
+            itemsize=itemsize,
+            workers=workers,
+            experts=experts,
+            wide_head=model.float32_head and itemsize < _FLOAT32,
+        )
 
 
 def _read_model(path: str) -> tuple[ModelSize, Architecture, int] | None:
@@ -372,7 +384,13 @@ def _flops(model: _Model, speed: Speed) -> float:
     return speed.flops if model.itemsize == 2 else speed.flops32  # bytes of bfloat16
 
 
-def _forward_flops(model: _Model, tokens: _Tokens) -> float:
+def _head_flops(model: _Model, speed: Speed) -> float:
+    """Return the arithmetic of the head for a token, in units of that in the model's type."""
+    slower = speed.flops / speed.flops32 if model.wide_head else 1.0
+    return 2 * slower * model.head
+
+
+def _forward_flops(model: _Model, tokens: _Tokens, speed: Speed) -> float:
     """Return the arithmetic of a forward pass: layers, causal attention within rows, and the
     head.
     """
@@ -382,7 +400,7 @@ def _forward_flops(model: _Model, tokens: _Tokens) -> float:
     return (
         2 * model.needed() * tokens.computed
         + attention * tokens.whole
-        + 2 * model.head * tokens.responses
+        + _head_flops(model, speed) * tokens.responses
     )
 
 
@@ -435,7 +453,7 @@ def _scoring(
     model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: StepTokens
 ) -> float:
     tokens = _tokens(model, trainer, config, lengths)
-    compute = _forward_flops(model, tokens)
+    compute = _forward_flops(model, tokens, speed)
     passes = max(1.0, tokens.whole / trainer.max_tokens_per_micro_batch)
     seconds = compute / (_flops(model, speed) * speed.training) + passes * _operations(
         model, speed, "forward"
@@ -447,14 +465,22 @@ def _scoring(
 
 
 def _update(
-    model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: StepTokens
+    model: _Model,
+    trainer: TrainerConfig,
+    config: Config,
+    speed: Speed,
+    lengths: StepTokens,
+    *,
+    matrices: Sequence[Sequence[int]],
 ) -> float:
+    """Return the seconds of an update; ``matrices`` are the shapes of what Muon steps."""
     steps = config.algorithm.minibatches * config.algorithm.epochs
     parts = config.algorithm.minibatches if config.algorithm.split_groups else 1
     tokens = _tokens(model, trainer, config, lengths, epochs=config.algorithm.epochs, parts=parts)
     times = (2 if trainer.lora.rank else 3) + trainer.gradient_checkpointing
-    compute = times * _forward_flops(model, tokens)
-    compute += 2 * model.head * tokens.responses  # logits are computed again in the backward pass
+    compute = times * _forward_flops(model, tokens, speed)
+    # logits are computed again in the backward pass
+    compute += _head_flops(model, speed) * tokens.responses
     passes = max(float(steps), tokens.whole / trainer.max_tokens_per_micro_batch)
     operations = sum(_operations(model, speed, kind) for kind in ("forward", "backward"))
     seconds = compute / (_flops(model, speed) * speed.training) + passes * operations
@@ -462,15 +488,20 @@ def _update(
         seconds += times * _pass_bytes(model, tokens) / speed.memory_rate
     learned = model.size.total if not trainer.lora.rank else 0
     shards = division_of(trainer, model.workers).shards
-    seconds += steps * _OPTIMIZER * learned / shards / speed.memory_rate
     gathers = trainer_spec(trainer.backend).gathers
+    step = optimizer_step(
+        learned, matrices, speed, shards=shards, workers=model.workers, gathers=gathers
+    )
+    seconds += steps * step.seconds
     if gathers:
         # gathers, and the scatter
         moved = passes * ((times - 1) * model.itemsize * model.size.total + 4 * learned)
     else:
         # the sums over replicas; those within one are not counted
         moved = steps * 2 * 4 * learned / shards
-    return _with_collectives(seconds, moved, model, speed, hidden=gathers)
+    seconds = _with_collectives(seconds, moved, model, speed, hidden=gathers)
+    # of Muon's, which nothing hides
+    return _with_collectives(seconds, steps * step.sent, model, speed, hidden=False)
 
 
 def _with_collectives(
@@ -493,6 +524,8 @@ def _generation(
     has ended.
     """
     facts = engine_spec(rollout.engine).facts
+    if not facts.widens_head:
+        model = replace(model, wide_head=False)
     ranks = rollout.tensor_parallel_size
     rows = config.data.batch_size * config.rollout.n / (model.workers / ranks)
     slots = min(
@@ -502,15 +535,17 @@ def _generation(
     flops = ranks * _flops(model, speed)
     rate = ranks * speed.memory_rate * speed.decoding
     read = prompts * lengths.prompt
-    prefill = _forward_flops(model, _Tokens(read, read, rows, lengths.prompt)) / (
-        flops * speed.prefill
-    )
+    prompt_tokens = _Tokens(read, read, rows, lengths.prompt)
+    prefill = _forward_flops(model, prompt_tokens, speed) / (flops * speed.prefill)
     steps = max(lengths.longest, rows * lengths.response / slots)
     running = rows * lengths.response / steps
     weights = model.itemsize * (model.needed(running) + model.head)
+    if model.wide_head:
+        weights += 2 * _FLOAT32 * model.head
     cache = running * (lengths.prompt + lengths.response / 2) * model.token_bytes
     reading = (weights + cache) / rate
-    arithmetic = running * 2 * (model.needed() + model.head) / (flops * speed.prefill)
+    token_flops = 2 * model.needed() + _head_flops(model, speed)
+    arithmetic = running * token_flops / (flops * speed.prefill)
     token = reading + arithmetic if speed.cores else max(reading, arithmetic)
     token += running * model.architecture.vocabulary * _SAMPLER / speed.memory_rate + speed.step
     return prefill + steps * (token + _operations(model, speed, "step"))

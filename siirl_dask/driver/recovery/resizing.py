@@ -114,7 +114,9 @@ class Kinds:
         return self.roles.difference(*given.values())
 
     def _covers(self, given: Mapping[str, Kind]) -> bool:
-        return bool(given) and not self._lost(given)
+        if not given:
+            return False
+        return not self._lost(given)
 
 
 def kinds_of(placement: Mapping[str, Sequence[int]], workers: Sequence[int]) -> dict[int, Kind]:

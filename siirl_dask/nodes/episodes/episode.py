@@ -107,6 +107,11 @@ class Episode:
         return EpisodeTexts(self.tokenizer, self.processor, self.item.get(PROMPT_IMAGES, ()))
 
     @property
+    def rows(self) -> Sequence[PlayedRow]:
+        """Its rows as far as they are played, in the order in which they began."""
+        return self._rows
+
+    @property
     def number(self) -> int:
         """Number of the episode in its step."""
         return int(self.item[ROW_ID])

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from siirl_dask.context import Device
 from siirl_dask.environments import Answer, Failure, Opening, Session
@@ -64,6 +64,14 @@ class OpenEpisode:
     """Its number in the session."""
     called_at: float = 0.0
     """Time at which its environment was last called."""
+    is_called: bool = True
+    """Whether its environment has not answered yet."""
+
+
+class HasEnough(Protocol):
+    """Returns whether a step is over although episodes are ``opened``."""
+
+    def __call__(self, opened: Collection[OpenEpisode], *, all_begun: bool) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -88,11 +96,14 @@ class EpisodeQueue:
     first_key: int = 0
     """Added to an episode's number for its number in the session, which may have those of
     earlier steps."""
+    has_enough: HasEnough | None = None
+    """Once it is true it stays so: no more turns are given, and what is open is suspended. None:
+    each episode is played until it has ended or spent its budget."""
     usage: PlayStatistics = field(default_factory=PlayStatistics)
     rows: int = 0
     """Rows of the engine: the most turns that it has asked for."""
     suspended: list[OpenEpisode] = field(default_factory=list)
-    """Episodes that have spent this step's budget, with their environments open."""
+    """Episodes that go on in the next step, with their environments open."""
     _open: dict[int, OpenEpisode] = field(default_factory=dict)
     _ready: deque[OpenEpisode] = field(default_factory=deque)
     _begun: int = 0
@@ -116,6 +127,8 @@ class EpisodeQueue:
         start = self._tick()
         patience = max(_WAIT_SECONDS, start - self._last_batch)
         self._take_answers(0.0)
+        if self._is_over():
+            return []
         self._begin_more(wait=False)
         while wait and not self._is_batch_ready(
             limit, out_of_patience=time.monotonic() - start >= patience
@@ -123,6 +136,8 @@ class EpisodeQueue:
             if not self._open and not self._begin_more(wait=True):
                 break
             self._take_answers(_WAIT_SECONDS)
+            if self._is_over():
+                return []
             self._begin_more(wait=False)
         turns = [self._ready.popleft() for _ in range(min(limit, len(self._ready)))]
         if turns:
@@ -135,7 +150,9 @@ class EpisodeQueue:
         self.check_stop()
         if self._open:
             return False
-        return bool(self.source.ended())
+        if self.source.ended():
+            return True
+        return self._has_enough(all_begun=False)
 
     def complete(self, ticket: OpenEpisode, result: Generation) -> None:
         """Give a sampled turn to the episode's environment."""
@@ -147,6 +164,7 @@ class EpisodeQueue:
             self._suspend(ticket)
             return
         ticket.called_at = time.monotonic()
+        ticket.is_called = True
         self.session.step(ticket.key, action)
 
     def resume(self, episodes: Sequence[OpenEpisode]) -> None:
@@ -154,9 +172,30 @@ class EpisodeQueue:
         asks for turns.
         """
         for opened in episodes:
+            if opened.episode.budget_spent and not opened.is_called:
+                self.suspended.append(opened)
+                continue
             self._open[opened.key] = opened
-        self._ready.extend(episodes)
+            if not opened.is_called:
+                self._ready.append(opened)
         self.usage.most_open = len(self._open)
+
+    def _is_over(self) -> bool:
+        """Return whether the step has enough. Once the engine has no turn any more, what is open
+        is suspended: the answers of called environments are taken in the next step.
+        """
+        if self.has_enough is None or not self._has_enough(all_begun=self.source.ended()):
+            return False
+        if not self._running:
+            self._ready.clear()
+            for opened in [*self._open.values()]:
+                self._suspend(opened)
+        return True
+
+    def _has_enough(self, *, all_begun: bool) -> bool:
+        if self.has_enough is None:
+            return False
+        return self.has_enough(self._open.values(), all_begun=all_begun)
 
     def _is_batch_ready(self, limit: int, *, out_of_patience: bool) -> bool:
         """Return whether the engine is to begin with the turns that are ready."""
@@ -215,6 +254,7 @@ class EpisodeQueue:
         if opened is None:  # it was given up meanwhile
             return
         self.usage.environment_seconds.append(answered_at - opened.called_at)
+        opened.is_called = False
         episode = opened.episode
         try:
             match answer:

@@ -1,10 +1,10 @@
 """Partial rollouts of episodes: long ones are played over several steps, with their environments
 open.
 
-In a step the policy samples at most a budget of tokens of an episode. One that has not ended by
-then stays on its worker with its environment, between two turns or within one, and so does all of
-its group; in the next step it continues with the weights of that step. Its next token is drawn as
-if it was never interrupted. A drain step plays all episodes to their ends.
+A step stops by a rule (``step_rules.py``): each episode has sampled a budget of tokens, or enough
+groups are whole. An episode that has not ended by then stays on its worker with its environment,
+and so does all of its group; in the next step it continues with the weights of that step. Its next
+token is drawn as if it was never interrupted. A drain step plays all episodes to their ends.
 
 An environment cannot be stored. The prompts of the unfinished groups are stored with a step: in a
 run that resumes from it, their episodes begin again, with the same seeds.
@@ -12,15 +12,15 @@ run that resumes from it, their episodes begin again, with the same seeds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Reduce
 from siirl_dask.coordinator.blobs import filled_by_group, once_per_group, rows_at, rows_where
 from siirl_dask.environments import Session
@@ -39,6 +39,7 @@ from siirl_dask.nodes.episodes.play_common import (
     log_usage,
     rows_of_new_episodes,
 )
+from siirl_dask.nodes.episodes.step_rules import State, StepRule, rule_of_step
 from siirl_dask.nodes.partial_rollout import blob_columns, with_older_ids
 from siirl_dask.nodes.sampling import log_passes, serve
 from siirl_dask.rollout import LocalQueue, RolloutEngine, processor_of
@@ -60,10 +61,8 @@ _SEEDS = {
     _ENVIRONMENT_SEED: pa.int64(),
 }
 """Columns of an episode's row that depend on the step in which it began."""
-# added, for each step, to an episode's number in the session: more than a step has episodes
-_KEYS_OF_A_STEP = 2**40
-_State = OpenEpisode | PlayedEpisode | None
-"""An episode that continues, one that has ended, or None for one that has not begun."""
+# added, for each step, to an episode's number in the session: more than any row's id
+_KEYS_OF_A_STEP = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +85,19 @@ class _UnfinishedEpisode:
     """Episodes that continue in the next step, whole groups of them."""
 
     rows: pa.Table
-    states: list[_State]
+    states: list[State]
     session: _LastingSession | None
     """None for episodes that were stored, and begin again."""
 
 
-def play_partial(ctx: Context, table: pa.Table, setup: PlaySetup, budget: int) -> pa.Table:
-    """Return the rows of groups whose episodes have all ended; the policy gets ``budget`` tokens
-    in each.
+def play_partial(
+    ctx: Context, table: pa.Table, setup: PlaySetup, rollout: RolloutConfig
+) -> pa.Table:
+    """Return the rows of the groups that the step takes, whose episodes have all ended; the others
+    stay in the node's state.
     """
     rows = _with_seeds(ctx, rows_of_new_episodes(table, setup.n), setup.n)
-    states: list[_State] = [None] * rows.num_rows
+    states: list[State] = [None] * rows.num_rows
     session: _LastingSession | None = None
     earlier: _UnfinishedEpisode | None = ctx.state.pop(_UNFINISHED, None)
     if earlier is not None:
@@ -109,15 +110,20 @@ def play_partial(ctx: Context, table: pa.Table, setup: PlaySetup, budget: int) -
         session = _LastingSession(
             setup.environments.lasting_session(answers_into(answers)), answers
         )
-    step_budget = None if ctx.drain else budget
+    groups: list[int] = rows[GROUP_ID].to_pylist()
     try:
-        ended = _continue_episodes(ctx, setup, rows, states, session=session, budget=step_budget)
+        rule = rule_of_step(ctx, rollout, groups, rows[SAMPLING_SEED].to_pylist(), states)
+        ended = _continue_episodes(ctx, setup, rows, states, session=session, rule=rule)
         ended_rows = rows_at(rows, np.array([*ended], np.intp))
         check_episodes(ctx, ended_rows, [*ended.values()], setup.environments)
+        choice = rule.choose(states)
     except BaseException as error:
         session.close(error)
         raise
-    complete = _complete_groups(rows, states)
+    _begin_again(session, groups, states, choice.dropped)
+    if rollout.window:
+        ctx.log("rollout/dropped_groups", len(choice.dropped), Reduce.SUM)
+    complete = np.isin(rows[GROUP_ID].to_numpy(), [*choice.taken])
     unfinished = list(compress(states, ~complete))
     if unfinished:
         ctx.state[_UNFINISHED] = _UnfinishedEpisode(
@@ -170,33 +176,52 @@ def _with_seeds(ctx: Context, rows: pa.Table, n: int) -> pa.Table:
     return rows
 
 
+def _begin_again(
+    session: _LastingSession, groups: Sequence[int], states: list[State], dropped: Iterable[int]
+) -> None:
+    """Close the environments of dropped groups: their episodes begin again, with the same seeds
+    and the weights of the next step, so that no prompt is lost.
+    """
+    too_old = {*dropped}
+    for index, state in enumerate(states):
+        if groups[index] not in too_old:
+            continue
+        if isinstance(state, OpenEpisode):
+            session.session.close(state.key)
+        states[index] = None
+
+
 def _continue_episodes(
     ctx: Context,
     setup: PlaySetup,
     rows: pa.Table,
-    states: list[_State],
+    states: list[State],
     *,
     session: _LastingSession,
-    budget: int | None,
+    rule: StepRule,
 ) -> dict[int, PlayedEpisode]:
-    """Play until each episode has ended or spent its budget, and update ``states``.
+    """Play until each episode has ended or spent its budget, or the rule has enough, and update
+    ``states``.
 
     Returns the episodes that have ended in this step, by their index in ``rows``.
     """
     engine: RolloutEngine = ctx.resource
     costs = rows[TOKENS].to_pylist()
-    new = sorted(
-        (index for index, state in enumerate(states) if state is None),
-        key=lambda index: -costs[index],
-    )
+    begins = [
+        index for index, state in enumerate(states) if state is None and rule.budget_of(index) != 0
+    ]
+    new = sorted(begins, key=lambda index: -costs[index])
     open_episodes = {
         index: state for index, state in enumerate(states) if isinstance(state, OpenEpisode)
     }
     index_of_ticket = [*new, *open_episodes]
+    index_of_row = {row_id: index for index, row_id in enumerate(rows[ROW_ID].to_pylist())}
     ended: dict[int, PlayedEpisode] = {}
 
     def on_result(ticket: int, played: PlayedEpisode) -> None:
-        ended[index_of_ticket[ticket]] = played
+        index = index_of_ticket[ticket]
+        ended[index] = played
+        rule.episode_ended(index)
 
     def make_episode(item: Item) -> tuple[Episode, dict[str, Any], int]:
         sampling_seed = item[SAMPLING_SEED]
@@ -206,7 +231,7 @@ def _continue_episodes(
             tokenizer=engine.tokenizer,
             seed_of=lambda row_id: sampling_seed,  # an episode that is played in parts has one row
             version=engine.version,
-            budget=budget,
+            budget=rule.budget_of(index_of_row[item[ROW_ID]]),
             processor=processor_of(engine),
         )
         return episode, setup.row_of(item), item[_ENVIRONMENT_SEED]
@@ -223,11 +248,12 @@ def _continue_episodes(
         session=session.session,
         answers=session.answers,
         first_key=ctx.step * _KEYS_OF_A_STEP,
+        has_enough=rule.has_enough,
     )
-    for ticket, opened in enumerate(open_episodes.values(), len(new)):
+    for ticket, (index, opened) in enumerate(open_episodes.items(), len(new)):
         opened.ticket = ticket
         opened.episode.version = engine.version
-        opened.episode.budget = budget
+        opened.episode.budget = rule.budget_of(index)
     queue.resume([*open_episodes.values()])
     serve(ctx, queue)
     for opened in queue.suspended:
@@ -237,13 +263,3 @@ def _continue_episodes(
     log_usage(ctx, queue.usage, min(queue.rows, len(index_of_ticket)))
     log_passes(ctx)
     return dict(sorted(ended.items()))
-
-
-def _complete_groups(rows: pa.Table, states: Sequence[_State]) -> NDArray[np.bool_]:
-    """Return, for each episode, whether all episodes of its group have ended. [R] bool."""
-    groups = rows[GROUP_ID].to_numpy()
-    incomplete: list[int] = []
-    for group, state in zip(groups.tolist(), states, strict=True):
-        if not isinstance(state, PlayedEpisode):
-            incomplete.append(group)
-    return ~np.isin(groups, incomplete)

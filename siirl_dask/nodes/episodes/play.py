@@ -94,7 +94,7 @@ def _play_changes(
 ) -> ContractChanges:
     changes = _changes(environments=environments, **options)
     changes = replace(changes, in_flight=rollout.in_flight)
-    if not rollout.partial:
+    if not rollout.continues_episodes:
         return changes
     groups = Groups.NEW  # some are of earlier steps
     return replace(changes, carries=KeptRows(_pack, _unpack), groups=groups)
@@ -112,18 +112,19 @@ def _check_partial_rollout(
     *, rollout: RolloutConfig, environments: EnvironmentsConfig, **options: object
 ) -> None:
     _check_rollout(rollout=rollout)
-    if not rollout.partial:
+    if not rollout.continues_episodes:
         return
+    key = f"rollout.window={rollout.window}" if rollout.window else "rollout.partial=true"
     if environments.rows_per_episode != 1:
         raise ConfigError(
-            "rollout.partial=true with "
+            f"{key} with "
             f"environments.rows_per_episode={environments.rows_per_episode}: an episode that "
-            "is played over several steps has one row; leave partial out, or take one agent and no "
+            "is played over several steps has one row; leave it out, or take one agent and no "
             "new histories"
         )
     if environments.max_open is not None:
         raise ConfigError(
-            f"rollout.partial=true with environments.max_open={environments.max_open}: "
+            f"{key} with environments.max_open={environments.max_open}: "
             "environments of episodes that "
             "go on in the next step stay open, however many they are; leave one of them out"
         )
@@ -158,8 +159,8 @@ def play(
     (``environments.rows_per_episode``). A row's ``reward`` is the sum of its turns' rewards. An
     episode fails when its environment gives no answer or one that cannot be used: its rows have no
     reward, and EpisodeError ends the run when more fail than ``environments.max_failures``. With
-    ``rollout.partial`` the rows are those of the groups that are complete by now, from this step
-    and from earlier ones: partial_play.py.
+    ``rollout.partial`` or ``rollout.window`` the rows are those of groups that are complete by now,
+    from this step and from earlier ones: partial_play.py.
     """
     return _play(
         ctx,
@@ -170,7 +171,7 @@ def play(
         max_prompt_length=max_prompt_length,
         environments=ctx.resources[world],
         shows_images=_shows_images(images),
-        budget=rollout.max_tokens_per_step,
+        continued=rollout if rollout.continues_episodes else None,
     )
 
 
@@ -221,7 +222,7 @@ def _play(
     max_prompt_length: int,
     environments: Environments,
     shows_images: bool,
-    budget: int | None = None,
+    continued: RolloutConfig | None = None,
 ) -> pa.Table:
     engine: RolloutEngine = ctx.resource
     rules = EpisodeRules(
@@ -244,8 +245,8 @@ def _play(
     )
     setup = PlaySetup(environments, rules, n, config.max_open, make_rows)
     check_chat(ctx, table)
-    if budget is not None:
-        return play_partial(ctx, table, setup, budget)
+    if continued is not None:
+        return play_partial(ctx, table, setup, continued)
     episodes = rows_of_new_episodes(table, n)
     played = _play_all(ctx, episodes, setup)
     check_episodes(ctx, episodes, played, environments)

@@ -19,7 +19,12 @@ from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.environments import Answer, Environments, OnAnswer, Session
 from siirl_dask.errors import EpisodeError, counted
 from siirl_dask.nodes.episodes.episode import Episode, EpisodeRules
-from siirl_dask.nodes.episodes.episode_queue import EpisodeQueue, PlayStatistics, TimedAnswer
+from siirl_dask.nodes.episodes.episode_queue import (
+    EpisodeQueue,
+    HasEnough,
+    PlayStatistics,
+    TimedAnswer,
+)
 from siirl_dask.nodes.episodes.episode_rows import PROMPT_IMAGES, Item, PlayedEpisode
 from siirl_dask.nodes.failures import check_failures, failed_episodes
 from siirl_dask.nodes.prompts import MAX_TOKENS, token_limits
@@ -124,6 +129,7 @@ def build_queue(
     session: Session,
     answers: AnswerQueue,
     first_key: int = 0,
+    has_enough: HasEnough | None = None,
 ) -> EpisodeQueue:
     """Return the queue of an engine that plays the episodes of ``source``, ``own_count`` of
     which are this worker's.
@@ -139,6 +145,7 @@ def build_queue(
         max_failures=setup.environments.max_failures,
         max_open=setup.max_open,
         first_key=first_key,
+        has_enough=has_enough,
     )
 
 

@@ -76,10 +76,9 @@ def _check_options(
             "rollout.in_flight=true: the rows of an agent's episode have no version of each of "
             "their tokens; leave it out"
         )
-    if rollout.partial:
-        raise ConfigError(
-            "rollout.partial=true: an episode ends in the step in which it began; leave it out"
-        )
+    if rollout.continues_episodes:
+        key = f"rollout.window={rollout.window}" if rollout.window else "rollout.partial=true"
+        raise ConfigError(f"{key}: an episode ends in the step in which it began; leave it out")
 
 
 @declares(

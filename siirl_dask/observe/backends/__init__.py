@@ -111,7 +111,9 @@ def _is_installed(package: str) -> bool:
     ``./wandb``, is none.
     """
     spec = find_spec(package)
-    return spec is not None and spec.origin is not None
+    if spec is None:
+        return False
+    return spec.origin is not None
 
 
 def tracked_id(url: str, *, new: bool) -> str:

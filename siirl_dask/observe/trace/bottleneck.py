@@ -9,7 +9,7 @@ of its own.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -42,7 +42,7 @@ class WorkerTime:
         told = sum(time for lane, time in self.lanes.items() if lane is not Lane.CONTROL)
         return told / self.wall if self.wall else 1.0
 
-    def share(self, *lanes: Lane) -> float:
+    def share(self, lanes: Collection[Lane]) -> float:
         """Return the share of the time that was spent in these lanes."""
         return sum(self.lanes[lane] for lane in lanes) / self.wall if self.wall else 0.0
 
@@ -248,7 +248,7 @@ def moving_share(worker: WorkerTime) -> float:
     """Return the share of a worker's time in which it moved rows and weights, or wrote and read
     tables.
     """
-    return worker.share(*_MOVES)
+    return worker.share(_MOVES)
 
 
 def longest_wait(worker: WorkerTime) -> tuple[str, str, float] | None:

@@ -75,7 +75,9 @@ def _is_there(role: str, one: Footprint, part: str, now: str) -> bool:
     """Return whether a held part of a role is on the device at the moment ``now``."""
     if part not in one.leaves or role == now:
         return True
-    return now == EXCHANGE and part in one.moves
+    if now == EXCHANGE:
+        return part in one.moves
+    return False
 
 
 def _verdict(card: Card, workers: Mapping[str, Roles]) -> Iterator[str]:

@@ -275,4 +275,6 @@ def _is_sliced(stage: NodeColumns, name: str) -> bool:
         return False
     if name in stage.by_group:
         return True
-    return stage.node.contract.groups is not None and column.of_groups and is_blob(column.type)
+    if stage.node.contract.groups is None or not column.of_groups:
+        return False
+    return is_blob(column.type)

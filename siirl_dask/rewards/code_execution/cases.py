@@ -63,7 +63,9 @@ def _passes(code: str, test: Test, limits: SandboxLimits, forgeable: bool) -> bo
         return passes_together(code, test, limits) if forgeable else passes(code, test, limits)
     stdin, expected = test
     printed = output(code, stdin, limits)
-    return printed is not None and _lines(printed) == _lines(expected)
+    if printed is None:
+        return False
+    return _lines(printed) == _lines(expected)
 
 
 def _lines(text: str) -> list[str]:

@@ -33,7 +33,9 @@ class Flow:
         if not part:
             self.source = None
         self.waiting += part
-        return self.most is None or len(self.waiting) <= self.most
+        if self.most is None:
+            return True
+        return len(self.waiting) <= self.most
 
     def write(self) -> bool:
         """Give the sink what it takes. One that is closed on the other side takes everything."""

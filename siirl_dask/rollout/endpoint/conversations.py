@@ -318,11 +318,9 @@ def history_of(asked: Asked, answer: dict[str, Any] | None = None, text: str = "
 
 def leads_to(history: History, earlier: History) -> bool:
     """Return whether a history is an earlier one and more."""
-    return (
-        type(history) is type(earlier)
-        and len(history) > len(earlier)
-        and history[: len(earlier)] == earlier
-    )
+    if type(history) is not type(earlier) or len(history) <= len(earlier):
+        return False
+    return history[: len(earlier)] == earlier
 
 
 def mixed_seed(seed: int, prompt: Sequence[int], again: int) -> int:

@@ -85,8 +85,10 @@ def _message(message: object, where: str) -> dict[str, Any]:
 
 def _content(content: object, where: str) -> str:
     """Return a content as one text; a list holds parts of it."""
-    if content is None or isinstance(content, str):
-        return content or ""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
     if not isinstance(content, list):
         raise invalid(f"{where}.content", content, "a text, or a list of parts of type text")
     texts = [

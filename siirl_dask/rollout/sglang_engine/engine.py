@@ -4,7 +4,6 @@ of release 0.5.23.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from siirl_dask.context import Device, DeviceKind, HoldsNoGroups
 from siirl_dask.devices import accelerator
 from siirl_dask.errors import ConfigError, RunError, counted
 from siirl_dask.rollout.base_weights import BaseWeights, MergesAdapters
+from siirl_dask.rollout.concurrent_requests import serve_concurrently
 from siirl_dask.rollout.engine import (
     Generation,
     GenerationRequest,
@@ -38,9 +38,6 @@ from siirl_dask.rollout.specs import alternatives
 from siirl_dask.rollout.weight_loading import Replacement
 
 _LAYER = re.compile(r".*?\.\d+\.")
-_LOOK_AGAIN = 0.05  # seconds until the queue is asked again for rows, while others are generated
-_PATIENCE = 10.0  # seconds for SGLang to end what is under way
-Running = dict["asyncio.Task[Generation]", tuple[Any, GenerationRequest]]
 
 
 class SglangEngine(MergesAdapters, HoldsNoGroups):
@@ -67,9 +64,10 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
             self._engine, ending = _start(model, rollout, device)
         self._finish = weakref.finalize(self, ending)  # also where nobody calls close()
         self.context_length: int | None = int(self._engine.get_server_info()["max_req_input_len"])
-        able = rollout.sglang.sleep and device.kind is not DeviceKind.CPU
         self._sleep = SglangSleep(
-            self._engine, partial(accelerator.free_cache, device.kind), able=able
+            self._engine,
+            partial(accelerator.free_cache, device.kind),
+            able=rollout.sglang.sleep and device.kind is not DeviceKind.CPU,
         )
         self._numbers = count()
         self._replacement = Replacement("SGLang")
@@ -89,7 +87,9 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
         """Generate until the queue is empty. A row that is done makes room for the next at once."""
         self._replacement.check()
         self._sleep.end()
-        self._engine.loop.run_until_complete(self._serve(queue))
+        self._engine.loop.run_until_complete(
+            serve_concurrently(queue, self._max_rows, self._generate, self._abort)
+        )
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every parameter, a layer at a time, and forget what was read of prompts.
@@ -118,42 +118,17 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
         """End SGLang's processes; the engine cannot be used any more."""
         self._finish()
 
-    async def _serve(self, queue: RequestQueue) -> None:
-        running: Running = {}
-        try:
-            while True:
-                self._admit(queue, running)
-                if not running:
-                    return
-                done, _ = await asyncio.wait(
-                    running, timeout=_LOOK_AGAIN, return_when=asyncio.FIRST_COMPLETED
-                )
-                for task in done:
-                    ticket, _ = running.pop(task)
-                    queue.complete(ticket, task.result())
-        finally:
-            await self._abort(running)
-
-    def _admit(self, queue: RequestQueue, running: Running) -> None:
-        """Pass SGLang as many requests as there is room for."""
-        room = self._max_rows - len(running)
-        for ticket, request in queue.next(room, wait=not running) if room else ():
-            check_no_images([request])
-            self._check_room(request)
-            params = sampling_params(request, self._end_tokens)
-            task = asyncio.ensure_future(self._generate(str(next(self._numbers)), request, params))
-            running[task] = ticket, request
-
-    async def _generate(
-        self, name: str, request: GenerationRequest, params: dict[str, Any]
-    ) -> Generation:
+    async def _generate(self, request: GenerationRequest) -> Generation:
         """Return the response of one request, and report progress as it grows."""
+        check_no_images([request])
+        self._check_room(request)
+        params = sampling_params(request, self._end_tokens)
         reports = await self._engine.async_generate(
             input_ids=list(request.prompt),
             sampling_params=params,
             return_logprob=True,
             stream=True,
-            rid=name,
+            rid=str(next(self._numbers)),
         )
         whole: Mapping[str, Any] = {}
         async for report in reports:  # each has all tokens so far
@@ -161,16 +136,9 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
             self._progress()
         return read_generation(whole, request, self.version)
 
-    async def _abort(self, running: Running) -> None:
+    def _abort(self) -> None:
         """End what is under way, after an error: SGLang does nothing else before it is idle."""
-        if not running:
-            return
         self._engine.tokenizer_manager.abort_request(abort_all=True)
-        _, stuck = await asyncio.wait(running, timeout=_PATIENCE)
-        for task in stuck:
-            task.cancel()
-        # the error that ended the others is the one to tell
-        await asyncio.gather(*running, return_exceptions=True)
 
     def _check_room(self, request: GenerationRequest) -> None:
         """Raise ConfigError for a request whose prompt and response may be longer than the

@@ -101,8 +101,10 @@ def _attention(
             f"rollout.sglang.attention_backend={own.attention_backend!r}: expected one that is "
             f"deterministic in SGLang {release()}: {', '.join(sorted(deterministic))}"
         )
-    if own.attention_backend is not None or not on_cpu:
-        return own.attention_backend or (_WITH_FLOAT32 if dtype is Dtype.float32 else None)
+    if own.attention_backend is not None:
+        return own.attention_backend
+    if not on_cpu:
+        return _WITH_FLOAT32 if dtype is Dtype.float32 else None
     if found := next((name for name in _FOR_CPUS if name in deterministic), None):
         return found
     raise ConfigError(

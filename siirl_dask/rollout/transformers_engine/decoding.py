@@ -448,6 +448,7 @@ def attention_of_text(model: PreTrainedModel, attention: str | None) -> Any:
     return {
         name: attention if attention and part is text else part._attn_implementation
         for name, part in parts.items()
+        if part is not None  # as sound of a Gemma 4 that hears none
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from siirl_dask.config import RolloutConfig
+from siirl_dask.errors import ConfigError
+from siirl_dask.models.architecture import read_config
 from siirl_dask.models.longest_row import check_frequencies_are_pinned
 from siirl_dask.models.routing import needed_routing
 from siirl_dask.models.slower_families import loop_note
@@ -28,14 +30,37 @@ from siirl_dask.rollout.specs import (
     Installation,
 )
 
+_FLOOR_SCALE = 8192  # where a config of Llama 4 names none
+
 
 def _check(role: EngineRole) -> Sequence[str]:
     """Return a note on a model that is sampled with transformers' own loop. ConfigError for rotary
-    frequencies that nothing pins.
+    frequencies that nothing pins, and for rows of Llama 4 that padding would change.
     """
     check_frequencies_are_pinned(role.model)
+    _check_scaled_attention(role.model.path, role.longest)
     note = loop_note(role.model.path)
     return () if note is None else (note,)
+
+
+def _check_scaled_attention(path: str, longest: int) -> None:
+    """Raise ConfigError for a Llama 4 with rows of up to ``longest`` tokens, where some of its
+    layers scale attention by a token's place: ``generate`` counts padding as places.
+    """
+    config = read_config(path)
+    if config is None:
+        return
+    text = config.get("text_config", config)
+    if text.get("model_type") != "llama4_text" or not text.get("attn_temperature_tuning", True):
+        return
+    limit = text.get("floor_scale", _FLOOR_SCALE)
+    if longest >= limit:
+        raise ConfigError(
+            f"model.path={path!r}: Llama 4 scales attention from {limit} tokens on (floor_scale), "
+            "and transformers counts the padding of shorter rows beside a long one: "
+            f"data.max_prompt_length + rollout.max_response_length is {longest}, expected less than "
+            f"{limit}; or take rollout.engine=vllm"
+        )
 
 
 def _build(inputs: EngineInputs) -> RolloutEngine:

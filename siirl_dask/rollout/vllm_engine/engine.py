@@ -53,16 +53,23 @@ from vllm.distributed.parallel_state import (  # noqa: E402
 
 from siirl_dask.rollout.vllm_engine.adapter_layers import Slots  # noqa: E402
 from siirl_dask.rollout.vllm_engine.image_prompts import check_read, image_arguments, prompt_of  # noqa: E402
+from siirl_dask.rollout.vllm_engine.mends import (  # noqa: E402
+    SeparateClasses,
+    rotary_places,
+    rotate_heads_on_cpus,
+)
 from siirl_dask.rollout.vllm_engine.releases import cache_usage, reload_weights, use_logprobs_mode  # noqa: E402
-from siirl_dask.rollout.vllm_engine.reloading import NewWeights, nothing_left_out  # noqa: E402
+from siirl_dask.rollout.vllm_engine.reloading import (  # noqa: E402
+    NewWeights,
+    layers_with_weights,
+    nothing_left_out,
+    pack_for_cpu,
+)
 from siirl_dask.rollout.vllm_engine.routes import VllmRoutes  # noqa: E402
+from siirl_dask.rollout.vllm_engine.row_parameters import logprobs_mode  # noqa: E402
 from siirl_dask.rollout.vllm_engine.settings import given_options, llm_arguments  # noqa: E402
 from siirl_dask.rollout.vllm_engine.sleeping import FREES_WEIGHTS, KEEPS_WEIGHTS, VllmSleep  # noqa: E402
-from siirl_dask.rollout.vllm_engine.token_choice import (  # noqa: E402
-    logprobs_mode,
-    request_params,
-    token_logprobs,
-)
+from siirl_dask.rollout.vllm_engine.token_choice import request_params, token_logprobs  # noqa: E402
 
 logger = logging.getLogger("siirl_dask.rollout")
 
@@ -112,7 +119,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._ranks = EngineRanks(rank, rollout.tensor_parallel_size)
         self._ranks.check_devices(device)
         self.processor = processor
-        of_images = image_arguments(processor) if folder.sees_images else None
+        of_images = image_arguments(processor) if folder.has_image_part else None
         settings = llm_arguments(
             model,
             rollout,
@@ -128,6 +135,8 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self.tokenizer: Tokenizer = folder.tokenizer
         self._world = EngineWorld()
         self._on_cpu = device.kind is DeviceKind.CPU
+        if self._on_cpu:
+            rotate_heads_on_cpus()
         self._progress = device.progress
         self._waiting = device.waiting
         self._note_cache = device.engine_cache
@@ -137,7 +146,9 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._finish = weakref.finalize(self, _shut_down, self._llm, self._world, self._on_cpu)
         self.routing = needed_routing(model.path) if rollout.router_replay else None
         self._routes = None if self.routing is None else VllmRoutes(self._llm, self.routing)
-        self.context_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
+        places = self._llm.apply_model(rotary_places)[0]
+        length = int(self._llm.llm_engine.model_config.max_model_len)
+        self.context_length: int | None = length if places is None else min(length, places)
         self._max_rows: int = settings["max_num_seqs"]
         self._numbers = count()
         self._logprobs_mode = logprobs_mode(rollout)
@@ -228,13 +239,13 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._sleep.wake_weights()
         with self._replacement.to(version):
             with self._eager(), vllm_process.untouched():
-                with nothing_left_out(self._llm):
+                with nothing_left_out(self._layers_with_weights):
                     self._llm.collective_rpc(
                         reload_weights, kwargs={"weights_iterator": iter(weights)}
                     )
                 self._llm.apply_model(weights.copy_sinks)
                 if self._on_cpu:
-                    self._llm.apply_model(_pack)
+                    self._llm.apply_model(pack_for_cpu)
             self._forget_prompts()
             self._sleep.loaded()
         self._slots.chosen = None
@@ -253,6 +264,10 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
             self._forget_prompts()
         self._slots.choose(agent, given)
         self.version = given.version
+
+    def _layers_with_weights(self) -> set[str]:
+        found: set[str] = self._llm.apply_model(layers_with_weights)[0]
+        return found
 
     def _forget_prompts(self) -> None:
         """Forget keys and values of prompts, and features of images, which other weights have
@@ -370,15 +385,18 @@ def _build(path: str, settings: Mapping[str, Any]) -> LLM:
     """Build vLLM and generate one token, since some of what it cannot do shows only then. A
     failure cleans up.
     """
-    try:
-        llm = LLM(model=path, **settings)
-    except Exception:
-        cleanup_dist_env_and_memory()
-        raise
+    with SeparateClasses() as classes:
+        try:
+            llm = LLM(model=path, **settings)
+        except Exception:
+            cleanup_dist_env_and_memory()
+            raise
+        llm.apply_model(classes.separate)
     try:
         llm.collective_rpc(use_logprobs_mode, args=(settings["logprobs_mode"],))
         params = request_params(0, Sampling(max_tokens=1), [])
-        llm.generate([TokensPrompt(prompt_token_ids=[0])], params, use_tqdm=False)
+        # on CPUs its kernels for gated delta rules take no prompt of one token
+        llm.generate([TokensPrompt(prompt_token_ids=[0, 0])], params, use_tqdm=False)
     except Exception:
         llm.llm_engine.engine_core.shutdown()
         raise
@@ -392,20 +410,6 @@ def _shut_down(llm: LLM, world: EngineWorld, on_cpu: bool) -> None:
     collections = vllm_process.no_collections() if on_cpu else nullcontext()
     with world.entered(), vllm_process.untouched(), collections:
         llm.llm_engine.engine_core.shutdown()
-
-
-def _pack(model: torch.nn.Module) -> None:
-    """Pack what vLLM packs for a CPU at the start, and not when it reloads: a tied head, which is a
-    packed copy of the embedding, and the experts of a mixture.
-    """
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
-        elif isinstance(module, RoutedExperts):
-            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _innermost(error: BaseException) -> str:

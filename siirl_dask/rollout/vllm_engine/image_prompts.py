@@ -22,11 +22,11 @@ from siirl_dask.rollout.image_prompts import collapsed, places_of
 
 
 def image_arguments(processor: ImageProcessor | None) -> dict[str, Any]:
-    """Return the arguments of ``vllm.LLM`` for a model that sees images; without a processor it
-    gets texts alone.
+    """Return the arguments of ``vllm.LLM`` for a model with a part for images; without a processor
+    it gets texts alone, and vLLM builds no such part.
     """
     if processor is None:
-        return {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+        return {"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}}
     least, most = processor.pixel_limits
     return {
         "skip_tokenizer_init": False,  # vLLM's own processor wants the tokenizer

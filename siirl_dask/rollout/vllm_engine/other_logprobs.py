@@ -13,15 +13,25 @@ from typing import Any
 from siirl_dask.devices import DeviceKind
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import read_config
+from siirl_dask.models.longest_row import rotary_settings
 
+_UNKNOWN = "nats a token; the cause is not known"
 OTHER_LOGPROBS = {
-    "lfm2_moe": "by up to 0.7 nats a token, also with attention in every layer; the cause is not known"
+    "doge": f"by up to 0.003 {_UNKNOWN}, after its first new weights",
+    "gpt_neox": f"by up to 4 {_UNKNOWN}",
+    "gemma3n": f"by up to 0.6 {_UNKNOWN}, after its first new weights",
+    "gemma3n_text": f"by up to 0.6 {_UNKNOWN}, after its first new weights",
+    "jetmoe": f"by up to 5 {_UNKNOWN}",
+    "mimo_v2_flash": f"by up to 4 {_UNKNOWN}",
 }
 """Families, by ``model_type``, and how much the log-probs differ."""
 OTHER_LOGPROBS_ON_CPU = {
     "ernie4_5_moe": "by up to 1 nat a token: its router leaves the experts' biases out (e_score_correction_bias)"
 }
 """Families that differ with vLLM on CPUs alone."""
+FAILS_ON_CPU = ("falcon_h1", "granitemoehybrid", "mamba2")
+"""Families, by ``model_type``, whose state-space layers fail on CPUs in a batch with a row of several
+chunks."""
 OTHER_WINDOWS = {
     "cohere2": "vLLM's are a token longer",
     "qwen2_moe": "vLLM computes the whole row",
@@ -50,6 +60,19 @@ def check_logprobs_of_vllm(path: str, longest: int, kind: DeviceKind | None = No
             f"model.path={path!r}: vLLM{where} computes other log-probs of {family} than "
             f"transformers, and so than the trainer, {difference}; take rollout.engine=transformers"
         )
+    if family in FAILS_ON_CPU and kind is DeviceKind.CPU:
+        raise ConfigError(
+            f"model.path={path!r}: the state-space layers of {family} fail in vLLM on a CPU where "
+            "rows have several chunks; take rollout.engine=transformers"
+        )
+    places = _rotary_places(config)
+    if places is not None and places < longest:
+        raise ConfigError(
+            f"model.path={path!r}: vLLM has rotary frequencies of rope_type 'yarn' for {places} "
+            "tokens (factor * original_max_position_embeddings) and reads past them: "
+            f"data.max_prompt_length + rollout.max_response_length is {longest}, expected at most "
+            f"{places}; or take rollout.engine=transformers"
+        )
     window = _window(config)
     if family in OTHER_WINDOWS and window is not None and window < longest:
         raise ConfigError(
@@ -58,6 +81,20 @@ def check_logprobs_of_vllm(path: str, longest: int, kind: DeviceKind | None = No
             f"data.max_prompt_length + rollout.max_response_length is {longest}, expected at most "
             f"{window}; or take rollout.engine=transformers"
         )
+
+
+def _rotary_places(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens of a row for which vLLM has rotary frequencies of YaRN; None for other
+    kinds, whose rows are within ``max_position_embeddings`` there.
+    """
+    for settings in rotary_settings(config.get("text_config", config)):
+        if settings.get("rope_type", settings.get("type")) != "yarn":
+            continue
+        original = settings.get("original_max_position_embeddings")
+        factor = settings.get("factor")
+        if isinstance(original, int) and isinstance(factor, (int, float)):
+            return int(original * factor)
+    return None
 
 
 def _window(config: Mapping[str, Any]) -> int | None:

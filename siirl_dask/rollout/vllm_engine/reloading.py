@@ -11,17 +11,19 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
-from vllm import LLM
 from vllm.distributed import get_tensor_model_parallel_rank
 
 _OF_ALL_EXPERTS = re.compile(
     r"(?P<experts>.+\.mlp\.experts)\.(?P<part>(?:gate_up|down)_proj(?:_bias)?)$"
 )
-_SINKS = "sinks"
+_SINKS = ("sinks", "attention_sink_bias")  # of GPT-OSS, and of MiMo-V2
+_ENDS_OF_SINKS = tuple(f".{name}" for name in _SINKS)
+# of latent attention, which vLLM makes anew of its projection (kv_b_proj) after each loading
+_MADE_OF_OTHERS = (".W_UK_T", ".W_UV")
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _LEFT_OUT = re.compile(
     r"(?P<layer>\w+): Failed to load weights|Following weights were not loaded from checkpoint: "
@@ -33,8 +35,8 @@ _LEFT_OUT = re.compile(
 class NewWeights:
     """Weights on their way to vLLM, by the names of files.
 
-    GPT-OSS's experts and sinks are what vLLM would copy into nothing: experts go one by one,
-    through the loader, and sinks afterwards.
+    GPT-OSS's experts and the sinks of all are what vLLM would copy into nothing: experts go one by
+    one, through the loader, and sinks afterwards.
     """
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -44,8 +46,8 @@ class NewWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights, those of all experts together [E, ...] an expert at a time."""
         for name, tensor in self._weights:
-            if name.endswith(f".{_SINKS}"):
-                self._sinks[name.replace(".self_attn.", ".attn.")] = tensor.clone()
+            if name.endswith(_ENDS_OF_SINKS):
+                self._sinks[name] = tensor.clone()
                 continue
             matched = _OF_ALL_EXPERTS.match(name)
             if matched is None:
@@ -56,16 +58,21 @@ class NewWeights:
 
     def copy_sinks(self, model: nn.Module) -> None:
         """Copy the sinks of this rank's heads into vLLM's model."""
+        there = dict(model.named_parameters())
         for name, tensor in self._sinks.items():
-            parameter = model.get_parameter(name)
+            # GPT-OSS's attention has a name of its own there
+            own = name if name in there else name.replace(".self_attn.", ".attn.")
+            parameter = there[own]
             heads = len(parameter)
             parameter.data.copy_(tensor.narrow(0, get_tensor_model_parallel_rank() * heads, heads))
 
 
 @contextmanager
-def nothing_left_out(llm: LLM) -> Iterator[None]:
+def nothing_left_out(with_weights: Callable[[], set[str]]) -> Iterator[None]:
     """Raise RuntimeError, by name, where vLLM leaves weights of the model as they were: it only
     warns.
+
+    ``with_weights`` returns ``layers_with_weights`` of the model.
     """
     layers: set[str] = set()
     weights: set[str] = set()
@@ -90,9 +97,8 @@ def nothing_left_out(llm: LLM) -> Iterator[None]:
         for logger, level in zip(loggers, levels, strict=True):
             logger.removeFilter(note)
             logger.setLevel(level)
-    with_weights: set[str] = llm.apply_model(_layers_with_weights)[0]
-    left_out = (layers & with_weights) | {
-        name for name in weights if not name.endswith(f".{_SINKS}")
+    left_out = (layers & with_weights()) | {
+        name for name in weights if not name.endswith((*_ENDS_OF_SINKS, *_MADE_OF_OTHERS))
     }
     if left_out:
         raise RuntimeError(
@@ -100,7 +106,7 @@ def nothing_left_out(llm: LLM) -> Iterator[None]:
         )
 
 
-def _layers_with_weights(model: nn.Module) -> set[str]:
+def layers_with_weights(model: nn.Module) -> set[str]:
     """Return the classes of layers with parameters of their own, other than sinks. A tied head has
     the embedding's, and buffers follow from the config.
     """
@@ -112,8 +118,22 @@ def _layers_with_weights(model: nn.Module) -> set[str]:
         own = [
             name
             for name, one in layer.named_parameters(recurse=False)
-            if owners[id(one)] == 1 and name != _SINKS
+            if owners[id(one)] == 1 and name not in _SINKS
         ]
         if own:
             found.add(type(layer).__name__)
     return found
+
+
+def pack_for_cpu(model: nn.Module) -> None:
+    """Pack what vLLM packs for a CPU at the start, and not when it reloads: a tied head, which is a
+    packed copy of the embedding, and the experts of a mixture.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+        elif isinstance(module, RoutedExperts):
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)

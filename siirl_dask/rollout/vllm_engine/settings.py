@@ -30,7 +30,8 @@ from siirl_dask.rollout.vllm_engine.adapter_layers import layer_arguments
 from siirl_dask.rollout.vllm_engine.frequencies import engine_length
 from siirl_dask.rollout.vllm_engine.memory import CPU_CACHE
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
-from siirl_dask.rollout.vllm_engine.token_choice import VllmTokenSampler, logprobs_mode
+from siirl_dask.rollout.vllm_engine.row_parameters import logprobs_mode
+from siirl_dask.rollout.vllm_engine.token_choice import VllmTokenSampler
 
 _LONGEST_THAT_FITS = -1
 _HABIT = 0.9  # vLLM's default

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from siirl_dask.config import ModelConfig, RolloutConfig, Sampler, ValidationConfig
+from siirl_dask.config import ModelConfig, RolloutConfig, Sampler
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.shapes import read_widths
-from siirl_dask.rollout.engine import RolloutEngine, Sampling
+from siirl_dask.rollout.engine import RolloutEngine
 from siirl_dask.rollout.specs import (
     Abilities,
     EngineFacts,
@@ -36,7 +36,7 @@ from siirl_dask.rollout.vllm_engine.memory import (
     rows_in_batch,
 )
 from siirl_dask.rollout.vllm_engine.other_logprobs import check_logprobs_of_vllm
-from siirl_dask.rollout.vllm_engine.own_sampler import check_vllm_sampling, vllm_logprobs_mode
+from siirl_dask.rollout.vllm_engine.row_parameters import check_samplings
 
 _VOCABULARY_MULTIPLE = 64  # vLLM pads a vocabulary to a multiple of this
 _FORGETS = 2  # ``rollout.vllm.sleep_level``
@@ -53,28 +53,10 @@ def _check(role: EngineRole) -> Sequence[str]:
         check_engine_length(role.model, length)
     check_logprobs_of_vllm(role.model.path, role.longest)
     if rollout.sampler is Sampler.vllm:
-        _check_samplings(rollout, role.config.validation)
+        check_samplings(rollout, role.config.validation)
     if rollout.tensor_parallel_size > 1:
         _check_divides(rollout.tensor_parallel_size, role.model)
     return ()
-
-
-def _check_samplings(rollout: RolloutConfig, validation: ValidationConfig) -> None:
-    """Raise ConfigError for sampling whose log-probs vLLM's own sampler does not report."""
-    mode = vllm_logprobs_mode(rollout)
-    way = Sampling(
-        max_tokens=1,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-    )
-    check_vllm_sampling(mode, way, "rollout")
-    temperature = (
-        validation.temperature if validation.temperature is not None else float(validation.n > 1)
-    )
-    way = Sampling(max_tokens=1, temperature=temperature, top_p=validation.top_p)
-    check_vllm_sampling(mode, way, "validation")
 
 
 def _check_divides(size: int, model: ModelConfig) -> None:
@@ -163,6 +145,7 @@ SPEC = EngineSpec(
         rows=rows_in_batch,
         reads_prompts_once=_reads_prompts_once,
         adapter_layers=takes_layers,
+        widens_head=False,  # on GPUs; on a CPU it does
         moves=_moves,
     ),
     environment=ENVIRONMENT,

@@ -11,7 +11,7 @@ prepares the next token while this one is computed.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,16 +24,10 @@ from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from siirl_dask.config import RolloutConfig, Sampler
 from siirl_dask.devices import accelerator
 from siirl_dask.rollout.engine import Sampling
-from siirl_dask.rollout.token_sampling import TokenSampler, as_seed, random_bits
-from siirl_dask.rollout.vllm_engine.own_sampler import check_vllm_sampling, vllm_logprobs_mode
-
-EXACT = "processed_logits"
-"""vLLM's ``logprobs_mode`` with TokenSampler: it reports the logit that
-``VllmTokenSampler.apply`` leaves."""
-_KEY = "siirl_dask"
+from siirl_dask.rollout.token_sampling import TokenSampler
+from siirl_dask.rollout.vllm_engine.row_parameters import EXACT, ROW, row_parameters
 
 
 def request_params(
@@ -44,34 +38,11 @@ def request_params(
     ``mode`` is the engine's ``logprobs_mode``. ConfigError for sampling whose log-probs it does not
     report.
     """
-    params: dict[str, Any] = {
-        "max_tokens": sampling.max_tokens,
-        "stop_token_ids": [*end_tokens, *sampling.stop_token_ids],
-        "ignore_eos": True,  # stop_token_ids has the end tokens
-        "logprobs": 0,  # the chosen token's alone
-        "flat_logprobs": True,  # lists of numbers, not an object a token
-        "detokenize": False,
-        "output_kind": RequestOutputKind.FINAL_ONLY,
-    }
-    if mode == EXACT:
-        row = {"seed": as_seed(seed), "sampling": asdict(sampling), "begun": begun}
-        return SamplingParams(temperature=0.0, extra_args={_KEY: row}, **params)
-    check_vllm_sampling(mode, sampling, "a request")
-    # What goes on with a response must not begin again with the random numbers of its beginning.
-    bits = int(random_bits(np.array([as_seed(seed)], dtype=np.uint64), begun)[0])
     return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=bits >> 1,  # torch takes no larger ones
-        **params,
+        flat_logprobs=True,  # lists of numbers, not an object a token
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        **row_parameters(seed, sampling, end_tokens, begun, mode),
     )
-
-
-def logprobs_mode(rollout: RolloutConfig) -> str:
-    """Return the ``logprobs_mode`` of the engine: what it reports as a token's log-probability."""
-    return EXACT if rollout.sampler is Sampler.exact else vllm_logprobs_mode(rollout)
 
 
 def token_logprobs(reported: FlatLogprobs, mode: str) -> list[float]:
@@ -150,7 +121,7 @@ class VllmTokenSampler(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM'
         for index in batch_update.removed:
             self._rows.pop(index, None)
         for index, params, _, tokens in batch_update.added:
-            row: dict[str, Any] | None = (params.extra_args or {}).get(_KEY)
+            row: dict[str, Any] | None = (params.extra_args or {}).get(ROW)
             self._rows.pop(index, None)
             if row is not None:  # vLLM's own warm-up has none
                 self._rows[index] = _Row(

@@ -12,7 +12,7 @@ from siirl_dask.errors import ConfigError, DataError, counted
 from siirl_dask.observe import Status, damaged_lines, read_metrics, read_summary
 from siirl_dask.observe.summary import summary_altered
 from siirl_dask.planner import Phase
-from siirl_dask.runs.attempt import FOLDER as ATTEMPTS
+from siirl_dask.runs.attempt_folder import FOLDER as ATTEMPTS
 from siirl_dask.runs.check.finding import PartState, RunFinding
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, recorded_config
 from siirl_dask.runs.holder import Holder
@@ -143,7 +143,9 @@ def _attempts(url: str, files: Mapping[str, int]) -> list[RunFinding]:
                     name, PartState.DAMAGED, f"it does not say who trained the run: {error}", remedy
                 )
             )
-    return findings or [RunFinding(ATTEMPTS, PartState.WHOLE, counted(len(numbers), "start"))]
+    if findings:
+        return findings
+    return [RunFinding(ATTEMPTS, PartState.WHOLE, counted(len(numbers), "start"))]
 
 
 def _steps_of_summary(url: str, files: Mapping[str, int]) -> int:

@@ -108,7 +108,9 @@ def _is_spent(fs: AbstractFileSystem, root: str, path: str) -> bool:
     """Tell whether a stage has lost its record since it was listed: a run that is under way
     deletes it first.
     """
-    return path.startswith(f"{STAGES}/") and record_name(list_files(fs, at(root, path))) is None
+    if not path.startswith(f"{STAGES}/"):
+        return False
+    return record_name(list_files(fs, at(root, path))) is None
 
 
 def _folder(fs: AbstractFileSystem, root: str, path: str, names: Mapping[str, int]) -> _Folder:

@@ -57,6 +57,15 @@ __all__ = [
     "worst",
     "zero_variance",
 ]
+_LENGTHS = pa.schema(
+    {
+        "from": pa.int64(),
+        "to": pa.int64(),
+        "samples": pa.int64(),
+        "truncated": pa.float64(),
+        "reward": pa.float64(),
+    }
+)
 _BINS = 10
 
 
@@ -162,12 +171,16 @@ def lengths(rollouts: Rollouts) -> pa.Table:
         truncated = int(row["cut_sum"]) / samples if samples else None
         reward = float(row["total_sum"]) / rewards if rewards else None
         first = least + number * width
-        rows.append((first, first + width - 1, samples, truncated, reward))
-    kinds = (pa.int64(), pa.int64(), pa.int64(), pa.float64(), pa.float64())
-    columns = [
-        pa.array(values, kind) for values, kind in zip(zip(*rows, strict=True), kinds, strict=True)
-    ]
-    return pa.table(columns, names=["from", "to", "samples", "truncated", "reward"])
+        rows.append(
+            {
+                "from": first,
+                "to": first + width - 1,
+                "samples": samples,
+                "truncated": truncated,
+                "reward": reward,
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=_LENGTHS)
 
 
 def diff(rollouts: Rollouts, then: int, now: int, *, full: bool = False) -> pa.Table:

@@ -77,7 +77,7 @@ class Lab:
         names: Names = Names.ADDRESS,
         private: Sequence[Path] = (),
     ) -> None:
-        self.links = links or Links()
+        self.links = Links() if links is None else links
         self.hosts: list[Host] = []
         self._helpers: list[Host] = []
         self._relay: subprocess.Popen[str] | None = None

@@ -36,7 +36,12 @@ from siirl_dask.models.loading import (
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.remote import is_of_weights
 from siirl_dask.models.weight_files import open_tensors
-from siirl_dask.models.weight_names import parameter_names, unknown_names
+from siirl_dask.models.weight_names import (
+    FileNames,
+    read_stored,
+    stored_parameters,
+    unknown_names,
+)
 from siirl_dask.training.model.lora import merged, peft_config
 from siirl_dask.training.parts import stays
 
@@ -86,12 +91,12 @@ def _name_as_in(base: str, folder: Path, model: PreTrainedModel) -> None:
     there = open_tensors(base)
     if not there or written.keys() == there.keys():
         return
-    of_base = {parameter: name for name, parameter in parameter_names(model, there).items()}
-    of_written = parameter_names(model, written)
+    parameters = (
+        (name, read_stored(stored)) for name, stored in stored_parameters(model, written).items()
+    )
     state: dict[str, Tensor] = {}
-    for name, file in written.items():
-        new = name if name in there else of_base.get(of_written.get(name, name), name)
-        state[new] = file.get_tensor(name)
+    for name, tensor in FileNames(model, there).of(parameters):
+        state[name] = tensor.clone()  # an expert is a part of another tensor's memory
     if "quantization_config" not in (read_config(base) or {}):
         for name in unknown_names(model, there):
             tensor = there[name].get_tensor(name)

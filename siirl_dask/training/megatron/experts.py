@@ -138,7 +138,7 @@ class Experts(nn.Module):
         # unbound at once: the gradient of one expert's slice would be as large as that of all
         both = zip(self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)
         used = zip(compress(parts, sizes), compress(both, sizes), strict=True)
-        computed = [_feed_forward(part, *weights) for part, weights in used]
+        computed = [_feed_forward(part, gate_up, down) for part, (gate_up, down) in used]
         return torch.cat(computed) if computed else tokens
 
 

@@ -81,7 +81,9 @@ class RankGrid:
         """Whether this is the rank of its replica that speaks for what the last stage has
         computed.
         """
-        return self.last and self._in_stage == 0
+        if not self.last:
+            return False
+        return self._in_stage == 0
 
     def of_replicas(self) -> Rank:
         """Return this rank among those of all replicas that have the same place there."""
@@ -182,18 +184,19 @@ class RankGrid:
             self.held_by = new_subgroup(
                 ranks[:, self.stage, :, self.part].flatten().tolist(), rank.group
             )
-        at_ends = self.pipeline > 1 and (self.first or self.last)
-        self.ends = new_subgroup(
-            same_tokens[[0, -1], self.part].tolist() if at_ends else [me], rank.group
-        )
+        ends = [me]
+        if self.pipeline > 1 and (self.first or self.last):
+            ends = same_tokens[[0, -1], self.part].tolist()
+        self.ends = new_subgroup(ends, rank.group)
         """Group of the first and the last stage, which share tied embeddings."""
         shared = rank.cpu_group is rank.group
         self._dp_cpu = self._dp if shared else new_subgroup(same_place, rank.cpu_group)
         self.pp_cpu = (
             self.pp if shared else new_subgroup(same_tokens[:, self.part].tolist(), rank.cpu_group)
         )
-        of_replica = self.mp if shared and self.context == 1 else None
-        self._replica_cpu = of_replica or new_subgroup(replica.flatten().tolist(), rank.cpu_group)
+        self._replica_cpu = self.mp
+        if not shared or self.context > 1:
+            self._replica_cpu = new_subgroup(replica.flatten().tolist(), rank.cpu_group)
         self.mesh = one_axis(self.tp, device, "tensor") if self.tensor > 1 else None
         self._expert_groups(rank, ranks, device)
 

@@ -123,7 +123,9 @@ class MegatronLearner(Learner):
         heads or tokens.
         """
         if self._grid.split_tokens:
-            return not self._weights.is_shared(parameter) and not parameter.startswith(VALUES)
+            if self._weights.is_shared(parameter):
+                return False
+            return not parameter.startswith(VALUES)
         return parameter.endswith(_OF_HEADS)
 
     def _squares(self) -> float:
@@ -142,11 +144,13 @@ class MegatronLearner(Learner):
         """Return whether this rank counts a parameter that is not one of experts."""
         grid = self._grid
         weights = self._weights
-        return (
-            grid.replica % grid.linked == grid.of_tokens == 0
-            and (grid.part == 0 or weights.is_shared(parameter))
-            and (grid.first or parameter != weights.shared_at_ends)
-        )
+        if grid.replica % grid.linked != 0 or grid.of_tokens != 0:
+            return False
+        if grid.part != 0 and not weights.is_shared(parameter):
+            return False
+        if grid.first:
+            return True
+        return parameter != weights.shared_at_ends
 
     def _examine(
         self,

@@ -75,7 +75,8 @@ def check_installed() -> None:
     ConfigError if not.
     """
     library = LIBRARIES[MINDSPEED]
-    plugin = traits_of(DeviceKind.NPU).plugin or ""
+    plugin = traits_of(DeviceKind.NPU).plugin
+    assert plugin is not None
     if find_spec(library.packages[0]) is None:
         raise ConfigError(
             f"trainer.operators: {MINDSPEED} is not installed; {library.cure}, or leave it out"

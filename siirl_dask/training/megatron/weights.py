@@ -170,8 +170,11 @@ class StageWeights:
         """Return whether this stage has a parameter: tied embeddings are also on the last one,
         where the head is.
         """
-        copy = name == _TIED and self._sizes.tied and self._grid.last and self._scores
-        return self._stage_of(name) == self._grid.stage or copy
+        if self._stage_of(name) == self._grid.stage:
+            return True
+        if name != _TIED or not self._sizes.tied or not self._grid.last:
+            return False
+        return self._scores
 
     def _place(self, name: str) -> ParameterPlace:
         layer = layer_of(name)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor, nn
 
 from siirl_dask.config import TrainerConfig
-from siirl_dask.training.model.network import PolicyNetwork
+from siirl_dask.training.model.heads import PolicyNetwork
 from siirl_dask.training.packing import MicroBatch
 
 

@@ -87,22 +87,19 @@ def _same_layout(one: Tensor, other: Tensor) -> bool:
     """Return whether one all-gather can bring both."""
     if not (isinstance(one, DTensor) and isinstance(other, DTensor)):
         return False
-    same = (one.device_mesh, one.placements, one.dtype) == (
-        other.device_mesh,
-        other.placements,
-        other.dtype,
-    )
-    return same and _sharded_by_fsdp(one)
+    if one.device_mesh != other.device_mesh or one.placements != other.placements:
+        return False
+    if one.dtype != other.dtype:
+        return False
+    return _sharded_by_fsdp(one)
 
 
 def _sharded_by_fsdp(tensor: DTensor) -> bool:
     """Return whether only the last mesh axis shards the tensor, along its first dimension."""
     *others, last = tensor.placements
-    return (
-        type(last) is Shard
-        and last.dim == 0
-        and all(placement.is_replicate() for placement in others)
-    )
+    if type(last) is not Shard or last.dim != 0:
+        return False
+    return all(placement.is_replicate() for placement in others)
 
 
 def _gather(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

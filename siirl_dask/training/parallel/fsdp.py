@@ -85,7 +85,9 @@ class FsdpBackend:
         else:
             self._mesh = role_mesh(rank, trainer.fsdp.shard_size, self.device)
             self._tensor_ranks = Rank()
-        shards = (trainer.fsdp.shard_size if size == 1 else None) or rank.size
+        shards = rank.size
+        if size == 1 and trainer.fsdp.shard_size is not None:
+            shards = trainer.fsdp.shard_size
         first = rank.rank - rank.rank % shards
         self.shard_ranks: Sequence[int] | None = range(first, first + shards)
 
@@ -224,7 +226,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         args: Any = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        options = kwargs or {}
+        options = {} if kwargs is None else kwargs
         if function is torch.empty:
             options = {**options, "device": "meta"}
         return function(*args, **options)

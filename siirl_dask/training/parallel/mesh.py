@@ -24,7 +24,7 @@ def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> Devic
     ConfigError when ``shard_size`` does not divide them. New process groups live as long as the
     default group.
     """
-    size = shard_size or rank.size
+    size = rank.size if shard_size is None else shard_size
     check_divides("trainer.fsdp.shard_size", size, rank.size)
     if rank.size > 1 and rank.group is None:
         raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")

@@ -26,7 +26,7 @@ from siirl_dask.training.specs import (
 from siirl_dask.training.trainer import Critic, Trainer
 
 if TYPE_CHECKING:
-    from siirl_dask.training.model.network import PolicyNetwork
+    from siirl_dask.training.model.heads import PolicyNetwork
     from siirl_dask.training.parallel.backend import ModelBackend
 
 Lay = Callable[[RoleRequest], "ModelBackend"]
@@ -63,7 +63,7 @@ def _sharded(request: RoleRequest) -> ModelBackend:
 
 def _policy(lay: Lay, request: RoleRequest) -> Trainer:
     backend = lay(request)
-    from siirl_dask.training.model.network import PolicyNetwork
+    from siirl_dask.training.model.heads import PolicyNetwork
     from siirl_dask.training.model.shared_base import AgentNetwork
     from siirl_dask.training.policy import Policy
 

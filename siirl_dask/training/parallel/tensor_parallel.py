@@ -30,7 +30,9 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh, path: str) -> None:
     for them.
     """
     decoder = model.get_decoder()
-    plan = getattr(decoder.config, "base_model_tp_plan", None) or {}
+    plan = getattr(decoder.config, "base_model_tp_plan", None)
+    if plan is None:
+        plan = {}
     layers = {name: style for name, style in plan.items() if name.startswith("layers.")}
     if not layers:
         raise ConfigError(

@@ -49,7 +49,7 @@ class CurvesPanel:
             column(choice, one.root, sizing_mode="stretch_width")
             for choice, one in zip(self._choices, self._free, strict=True)
         ]
-        self.root = grid(*fixed, *free, least=_LEAST)
+        self.root = grid([*fixed, *free], least=_LEAST)
 
     @property
     def figures(self) -> list[figure]:
@@ -98,7 +98,7 @@ class _Drawn:
         self.figure.add_glyph(self._bands, bands)
         self.figure.add_glyph(self._lines, lines)
         points = self.figure.add_glyph(self._points, dots)
-        hover_over(self.figure, points)
+        hover_over(self.figure, [points])
         self._head = Div(
             text=html.escape(title),
             stylesheets=[TEXTS],

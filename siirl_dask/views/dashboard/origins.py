@@ -63,10 +63,9 @@ def is_of_another_site(request: HTTPServerRequest, allowed: Sequence[str]) -> bo
         return any(not _is_own(origin, request.host, allowed) for origin in named)
     if headers.get("Sec-Fetch-Site") != "cross-site":
         return False
-    followed = (
-        headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
-    )
-    return not followed
+    if headers.get("Sec-Fetch-Mode") != "navigate":
+        return True
+    return headers.get("Sec-Fetch-Dest") != "document"
 
 
 def _is_own(origin: str, host: str, allowed: Sequence[str]) -> bool:

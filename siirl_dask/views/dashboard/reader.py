@@ -122,7 +122,7 @@ class Reader:
 
     def known(self, key: Hashable) -> Held[Any]:
         """Return what is known under ``key``; nothing is read."""
-        return self._held.get(key) or Held()
+        return self._held.get(key, Held())
 
 
 def _fill(held: Held[T], read: Callable[[], T]) -> None:

@@ -90,7 +90,7 @@ class SamplesPanel:
         self._detail = Div(
             text=_HINT, name="sample", stylesheets=[TEXTS], sizing_mode="stretch_width"
         )
-        bar = grid(self._choice, self._told, least=330)
+        bar = grid([self._choice, self._told], least=330)
         wide = column(self._table, sizing_mode="stretch_width", styles={"overflow-x": "auto"})
         self.root = column(bar, wide, self._colour, self._detail, sizing_mode="stretch_width")
 

@@ -116,7 +116,9 @@ class RunStore:
                 pass
             case _:
                 return
-        run = self.runs.pop(url, None) or LiveRun(url)
+        run = self.runs.pop(url, None)
+        if run is None:
+            run = LiveRun(url)
         run.name = name[:200]
         run.plugin = plugin
         run.members = {

@@ -203,7 +203,7 @@ def farewells(farewell: Div) -> tuple[CustomJS, CustomJS]:
     return lost, CustomJS(args=arguments, code=_WALK + _BACK)
 
 
-def grid(*children: LayoutDOM, least: int) -> Row:
+def grid(children: Sequence[LayoutDOM], *, least: int) -> Row:
     """Return the children side by side, as many as have ``least`` pixels each; the others below."""
     columns = f"repeat(auto-fit, minmax(min(100%, {least}px), 1fr))"
     styles: dict[str, str | None] = {
@@ -258,7 +258,7 @@ def plot(title: str = "", tooltips: Sequence[tuple[str, str]] = (), **options: A
     return fig
 
 
-def hover_over(fig: figure, *renderers: Any) -> None:
+def hover_over(fig: figure, renderers: Sequence[Any]) -> None:
     """Have the figure's tooltips tell of these renderers."""
     for tool in fig.tools:
         if isinstance(tool, HoverTool):

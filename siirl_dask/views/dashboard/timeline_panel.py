@@ -75,7 +75,7 @@ class TimelinePanel:
             y="y", left="left", right="right", height=0.09, fill_color=CRITICAL, line_color=None
         )
         self._past.add_glyph(self._path, path)
-        hover_over(self._past, bars)
+        hover_over(self._past, [bars])
         self._past.xaxis.axis_label = "seconds"
         stays = [("worker", "@worker"), ("", "@name"), ("for", "@seconds{0.0} s"), ("", "@told")]
         self._stays = ColumnDataSource(_no_stays(), name="live bars")
@@ -83,7 +83,7 @@ class TimelinePanel:
             "", stays, y_range=self._lanes_now, x_range=Range1d(start=-_SECONDS, end=0), height=120
         )
         shown = self._now.add_glyph(self._stays, _hbar("worker", _HEIGHT))
-        hover_over(self._now, shown)
+        hover_over(self._now, [shown])
         self._now.xaxis.axis_label = "seconds ago, by the workers' heartbeats"
         for fig in (self._past, self._now):
             fig.ygrid.visible = False

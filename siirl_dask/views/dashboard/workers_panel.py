@@ -103,7 +103,7 @@ class WorkersPanel:
             text_font_size="11px", text_color="text_colour",
         )  # fmt: skip
         self._cells.data["text_colour"] = []
-        hover_over(self._matrix, cells)
+        hover_over(self._matrix, [cells])
         self._matrix.grid.visible = False
         self._engine = ColumnDataSource({"xs": [], "ys": [], "worker": [], "colour": []})
         self._requests = plot(
@@ -115,9 +115,9 @@ class WorkersPanel:
         lines = self._requests.multi_line(
             "xs", "ys", source=self._engine, line_color="colour", line_width=1.6
         )
-        hover_over(self._requests, lines)
+        hover_over(self._requests, [lines])
         self._requests.xaxis.axis_label = "seconds"
-        plots = grid(self._matrix, self._requests, self._tokens, self._memory, least=330)
+        plots = grid([self._matrix, self._requests, self._tokens, self._memory], least=330)
         self._table = column(table, sizing_mode="stretch_width", styles={"overflow-x": "auto"})
         self._nothing = Div(
             text='<span class="soft">nothing is known of the workers yet</span>',
@@ -225,7 +225,7 @@ class WorkersPanel:
             source=self._bars,
             color=[colour for _, colour in bars],
         )
-        hover_over(fig, *drawn)
+        hover_over(fig, drawn)
         return fig
 
 

@@ -96,8 +96,10 @@ def _link(link: Link) -> tuple[tuple[str, str], ...]:
 def _edge(plan: Plan, ends: tuple[str, ...], edge: Edge | None, size: Estimate) -> dict[str, Any]:
     source, target = ends[:2]
     stage = plan.stages[target]
-    moves = edge is not None and bool(edge.moves)
-    if edge is not None and edge.moves:
+    moves = False
+    if edge is not None:
+        moves = bool(edge.moves)
+    if edge is not None and moves:
         columns = edge.schema.names
     else:
         columns = [name for name, supplier in stage.sources.items() if supplier == source]

@@ -179,9 +179,9 @@ def _workers(found: Bottleneck) -> str:
 
 def _shares(worker: WorkerTime) -> list[tuple[str, float]]:
     return [
-        ("compute", worker.share(Lane.COMPUTE)),
+        ("compute", worker.share([Lane.COMPUTE])),
         ("transfer", moving_share(worker)),
-        ("wait", worker.share(Lane.WAIT)),
+        ("wait", worker.share([Lane.WAIT])),
         ("rest", max(0.0, 1 - worker.explained)),
     ]
 

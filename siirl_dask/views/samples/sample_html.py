@@ -47,7 +47,7 @@ def thumbnails(pictures: Sequence[Mapping[str, str | None]]) -> str:
 
 def pictures_as_html(sample: Mapping[str, Any]) -> str:
     """Return the thumbnails, and what cannot be shown; empty without images."""
-    pictures = sample.get(PICTURES) or ()
+    pictures = sample.get(PICTURES)
     return f"<h4>images</h4>{thumbnails(pictures)}" if pictures else ""
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from tree_sitter import Node
 
+from siirl_dask.commands.migrate.bash.assignments import ASSIGNMENT, Assignments
 from siirl_dask.commands.migrate.bash.conditions import arithmetic_command, case_matches, test
 from siirl_dask.commands.migrate.bash.expansion import Expander
 from siirl_dask.commands.migrate.bash.flow import (
@@ -24,13 +25,11 @@ from siirl_dask.commands.migrate.bash.tree import (
     text_between,
     text_of,
     text_without,
-    value_after,
     words_after_target,
 )
 from siirl_dask.commands.migrate.bash.values import (
     Assumptions,
     State,
-    Symbol,
     Text,
     Variable,
     Word,
@@ -51,10 +50,6 @@ _SUCCEED = (
 )  # fmt: skip
 """Commands that are taken to succeed; of any other one it is asked where it matters."""
 _REDIRECTS = ("file_redirect", "herestring_redirect", "heredoc_redirect")
-_CHANGING_FLAGS = frozenset("ilnuA")
-"""Flags of ``declare`` by which a variable is something else than the text that it is given."""
-_NUMBERED = re.compile(r"\[[^\]]*\]\+?=")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 
 
 class Evaluation:
@@ -75,7 +70,7 @@ class Evaluation:
         self.calls: list[CollectedCommand] = []
         self.notes: list[str] = []
         self._functions: dict[str, Node] = {}
-        self._locals: list[dict[str, tuple[Variable | None, bool]]] = []
+        self._variables = Assignments(self.state, self.notes)
         self._commands = 0
 
     def run_script(self, text: bytes) -> None:
@@ -106,11 +101,13 @@ class Evaluation:
             raise ConfigError(f"the script runs more than {_MOST_COMMANDS} commands")
         match node.type:
             case "variable_assignment":
-                return self._assign(node)
+                self._variables.assign(node)
+                return True
             case "command":
                 return self._command(node)
             case "declaration_command":
-                return self._declare(node)
+                self._variables.declare(node)
+                return True
             case "if_statement":
                 return self._if(node)
             case "case_statement":
@@ -137,7 +134,7 @@ class Evaluation:
             case "unset_command":
                 for token in split_source(text_of(node))[1:]:
                     for word in self._expander(node).words(token):
-                        self._unset(str(known(word.text)), line_of(node))
+                        self._variables.unset(str(known(word.text)), line_of(node))
                 return True
             case "c_style_for_statement":
                 self.notes.append(f"line {line_of(node)}: the loop `for ((...))` is not followed")
@@ -157,107 +154,6 @@ class Evaluation:
         if status is None:
             return self.state.assumptions.holds(text_of(node), line_of(node))
         return status
-
-    def _assign(self, node: Node) -> bool | None:
-        target = node.child_by_field_name("name")
-        value = node.child_by_field_name("value")
-        assert target is not None
-        line = line_of(node)
-        if target.type == "subscript":
-            self._set_elements_unknown(text_of(target).partition("[")[0], line)
-            return True
-        name = text_of(target)
-        appends = any(child.type == "+=" for child in node.children)
-        before = self.state.variables.get(name) if appends else None
-        if value is not None and value.type == "array":
-            inside = text_without(value, ("comment",)).strip()[1:-1]
-            tokens = split_source(inside)
-            if any(_NUMBERED.match(token) for token in tokens):
-                self._set_elements_unknown(name, line)
-                return True
-            words = [word for token in tokens for word in self._expander(node).words(token)]
-            if before is not None:
-                words = [*before.words, *words]
-            self.state.assign(name, Variable(tuple(words), is_array=True))
-            return True
-        self._set_text(name, value_after(node, target, appends), line, appends=appends)
-        return True
-
-    def _set_text(self, name: str, source: str, line: int, *, appends: bool) -> None:
-        text = Expander(self.state, line).text(source)
-        if name == "IFS":
-            self.notes.append(f"line {line}: IFS is set, and words are split at white space here")
-        before = self.state.variables.get(name) if appends else None
-        if before is not None and before.words:
-            text = joined([*before.words[0].text, *text])
-        self.state.assign(name, Variable((Word(text, line),)))
-
-    def _set_elements_unknown(self, name: str, line: int) -> None:
-        unread = Symbol(f"${{{name}[@]}}", line, variable=name)
-        self.state.assign(name, Variable((Word((unread,), line),), is_array=True))
-
-    def _unset(self, name: str, line: int) -> None:
-        if "[" in name:
-            self._set_elements_unknown(name.partition("[")[0], line)
-        else:
-            self.state.remove(name)
-
-    def _declare(self, node: Node) -> bool:
-        flags = {
-            letter
-            for child in node.named_children
-            if child.type == "word" and text_of(child).startswith("-")
-            for letter in text_of(child)[1:]
-        }
-        makes_local = node.children[0].type in ("local", "declare", "typeset")
-        is_local = bool(self._locals) if makes_local else False
-        if "g" in flags:
-            is_local = False
-        line = line_of(node)
-        # bash expands all words before it assigns any of them
-        assigned: list[tuple[str, Variable]] = []
-        for child in node.named_children:
-            target = child.child_by_field_name("name")
-            name = text_of(child) if target is None else text_of(target)
-            if child.type in ("string", "raw_string", "concatenation"):
-                assigned += self._declared_in_quotes(child)
-                continue
-            if child.type not in ("variable_assignment", "variable_name"):
-                continue
-            if is_local and name not in self._locals[-1]:
-                before = self.state.variables.get(name)
-                self._locals[-1][name] = (before, name in self.state.unset)
-            value = child.child_by_field_name("value")
-            is_array = False if value is None else value.type == "array"
-            appends = any(one.type == "+=" for one in child.children)
-            if child.type == "variable_name":
-                if is_local:
-                    self.state.remove(name)
-            elif not flags.isdisjoint(_CHANGING_FLAGS):
-                symbol = Symbol(" ".join(text_of(node).split()), line, variable=name)
-                assigned.append((name, Variable((Word((symbol,), line),))))
-            elif not is_array and not appends and target is not None:
-                text = self._expander(child).text(value_after(child, target, False))
-                assigned.append((name, Variable((Word(text, line_of(child)),))))
-            else:
-                self._assign(child)
-        for name, variable in assigned:
-            self.state.assign(name, variable)
-        return True
-
-    def _declared_in_quotes(self, node: Node) -> list[tuple[str, Variable]]:
-        """Return what ``export "X=1"`` assigns."""
-        found: list[tuple[str, Variable]] = []
-        line = line_of(node)
-        for word in self._expander(node).words(text_of(node)):
-            text = word.text
-            first = text[0] if text and isinstance(text[0], str) else ""
-            match = _ASSIGNMENT.fullmatch(first)
-            if match is None or match[2]:
-                shown_text = " ".join(text_of(node).split())
-                raise ConfigError(f"line {line}: what `{shown_text}` declares cannot be read")
-            found.append((match[1], Variable((Word(joined([match[3], *text[1:]]), line),))))
-        return found
 
     def _if(self, node: Node) -> bool | None:
         for conditions, body in branches(node):
@@ -416,14 +312,14 @@ class Evaluation:
         written = text_without(node, (*_REDIRECTS, "comment"))
         tokens = split_source(f"{written} {inside} {more}")
         assignments: list[re.Match[str]] = []
-        while tokens and (match := _ASSIGNMENT.fullmatch(tokens[0])):
+        while tokens and (match := ASSIGNMENT.fullmatch(tokens[0])):
             assignments.append(match)
             tokens.pop(0)
         expander = self._expander(node)
         if not tokens:
             # the parser takes the rest of some assignments for a command
             for match in assignments:
-                self._set_text(match[1], match[3], line_of(node), appends=bool(match[2]))
+                self._variables.set_text(match[1], match[3], line_of(node), appends=bool(match[2]))
             return True
         words = [word for token in tokens for word in expander.words(token)]
         if not words:
@@ -494,10 +390,10 @@ class Evaluation:
                 return True
             case "read" | "mapfile" | "readarray" | "getopts":
                 for text in texts:
-                    self._set_unknown(text, source, line)
+                    self._variables.set_unknown(text, source, line)
                 return None if name in ("getopts", "read") else True
             case "printf" if texts[:1] == ["-v"]:
-                self._set_unknown(texts[1], source, line)
+                self._variables.set_unknown(texts[1], source, line)
                 return True
         return True if name in _SUCCEED else None
 
@@ -516,30 +412,11 @@ class Evaluation:
         self.calls[before:] = [replace(call, line=line) for call in self.calls[before:]]
         return status
 
-    def _set_unknown(self, name: str | None, source: str, line: int) -> None:
-        if name is not None and re.fullmatch(r"[A-Za-z_]\w*", name):
-            symbol = Symbol(" ".join(source.split()), line, variable=name)
-            self.state.assign(name, Variable((Word((symbol,), line),)))
-
     def _function(self, name: str, arguments: Sequence[Word], line: int) -> bool | None:
-        if len(self._locals) >= _DEEPEST:
+        if self._variables.depth >= _DEEPEST:
             raise ConfigError(f"line {line}: functions call each other more than {_DEEPEST} deep")
-        outer = self.state.positional
-        self.state.positional = tuple(arguments)
-        self._locals.append({})
-        status: bool | None = None
         try:
-            status = self._run(self._functions[name])
+            with self._variables.of_function(arguments):
+                return self._run(self._functions[name])
         except ReturnSignal:
-            status = None
-        finally:
-            self.state.positional = outer
-            for variable, (before, was_unset) in self._locals.pop().items():
-                if before is None:
-                    self.state.variables.pop(variable, None)
-                else:
-                    self.state.variables[variable] = before
-                self.state.unset.discard(variable)
-                if was_unset:
-                    self.state.unset.add(variable)
-        return status
+            return None

@@ -6,6 +6,7 @@ import re
 from fnmatch import fnmatchcase
 
 from siirl_dask.commands.migrate.bash.arithmetic import CHANGES, UnknownNumber, calculate
+from siirl_dask.commands.migrate.bash.fields import Fields
 from siirl_dask.commands.migrate.bash.quoting import (
     after_bracket,
     after_piece,
@@ -23,7 +24,6 @@ from siirl_dask.commands.migrate.bash.values import (
     known,
     lone_symbol,
 )
-from siirl_dask.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _PARAMETER = re.compile(
@@ -40,75 +40,8 @@ _BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
 _PLAIN = re.compile(r"[^\s$`\\\"']+")
 _PLAIN_IN_QUOTES = re.compile(r"[^$`\\\"]+")
 _ESCAPED_IN_QUOTES = '$`"\\\n'
-_LONGEST = 2**20
-"""Characters of a value: a script that doubles a variable in a loop must end."""
 _DEEPEST = 20
 """Steps from one variable to the next within a formula."""
-
-
-class _Fields:
-    """Collects the words that pieces of text make; where it splits, unquoted white space ends
-    one.
-    """
-
-    def __init__(self, line: int, *, splits: bool, is_pattern: bool = False) -> None:
-        self.words: list[Word] = []
-        self._is_pattern = is_pattern
-        self._size = 0
-        self._default_line = line
-        self._line = line
-        self._splits = splits
-        self._open: list[str | Symbol] | None = None
-        self.has_no_elements = False
-
-    def add(self, text: Text, *, quoted: bool, line: int | None = None) -> None:
-        """Add text to the word; quoted text is never split, and makes a word even if empty. In a
-        pattern quoted letters stand for themselves.
-        """
-        if line is not None and text:
-            self._line = line
-        if quoted and self._is_pattern:
-            text = tuple(
-                re.sub(r"[*?\[]", r"[\g<0>]", piece) if isinstance(piece, str) else piece
-                for piece in text
-            )
-        if quoted or not self._splits:
-            self._extend(text)
-            return
-        for piece in text:
-            runs = re.split(r"(\s+)", piece) if isinstance(piece, str) else [piece]
-            for run in runs:
-                if isinstance(run, str) and run.isspace():
-                    self.end()
-                elif run != "":
-                    self._extend((run,))
-
-    def _extend(self, text: Text) -> None:
-        if self._open is None:
-            self._open = []
-        self._open.extend(text)
-        self._size += sum(len(piece) for piece in text if isinstance(piece, str))
-        if self._size > _LONGEST:
-            raise ConfigError(
-                f"line {self._default_line}: a value of more than {_LONGEST} characters"
-            )
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a word has begun."""
-        return self._open is not None
-
-    def end(self) -> None:
-        """End the word, if one has begun."""
-        if self._open is not None:
-            self.words.append(Word(joined(self._open), self._line))
-        self._open = None
-        self._size = 0
-        self._line = self._default_line
-
-    def add_plain(self, text: str) -> None:
-        """Add letters that stand outside of quotes in the script itself: they are not split."""
-        self._extend((text,))
 
 
 class Expander:
@@ -122,14 +55,14 @@ class Expander:
         """Return the words that one word of a command becomes: none, one or several."""
         if _BRACES.search(_PIECES_IN_QUOTES.sub("", source)):
             return [Word((Symbol(source, self._line),), self._line)]
-        fields = _Fields(self._line, splits=True)
+        fields = Fields(self._line, splits=True)
         self._scan(source, fields, in_quotes=False)
         fields.end()
         return fields.words
 
     def text(self, source: str) -> Text:
         """Return the text that the right side of an assignment becomes: it is not split."""
-        fields = _Fields(self._line, splits=False)
+        fields = Fields(self._line, splits=False)
         self._scan(source, fields, in_quotes=False)
         return self._one_text(fields)
 
@@ -137,17 +70,17 @@ class Expander:
         """Return the pattern that a word becomes: quoted letters stand for themselves in it, as
         ``LITERAL`` finds them.
         """
-        fields = _Fields(self._line, splits=False, is_pattern=True)
+        fields = Fields(self._line, splits=False, is_pattern=True)
         self._scan(source, fields, in_quotes=False)
         return self._one_text(fields)
 
     def quoted(self, source: str) -> Text:
         """Return text as if it stood in double quotes."""
-        fields = _Fields(self._line, splits=False)
+        fields = Fields(self._line, splits=False)
         self._scan(source, fields, in_quotes=True)
         return self._one_text(fields)
 
-    def _one_text(self, fields: _Fields) -> Text:
+    def _one_text(self, fields: Fields) -> Text:
         """Return the words of fields as one text; there are several where an array is in it."""
         fields.end()
         pieces = [piece for word in fields.words for piece in (" ", *word.text)]
@@ -181,7 +114,7 @@ class Expander:
     def _resolved(self, text: Text) -> Text:
         return self._state.assumptions.resolved(text)
 
-    def _scan(self, source: str, fields: _Fields, *, in_quotes: bool) -> None:
+    def _scan(self, source: str, fields: Fields, *, in_quotes: bool) -> None:
         """Add what ``source`` stands for to the fields."""
         place = 0
         if not in_quotes and re.match(r"~(/|$)", source) and not fields.is_open:
@@ -215,21 +148,21 @@ class Expander:
                     fields.add_plain(text)
                 place += len(text)
 
-    def _in_quotes(self, inside: str, fields: _Fields) -> None:
+    def _in_quotes(self, inside: str, fields: Fields) -> None:
         fields.has_no_elements = False
         self._scan(inside, fields, in_quotes=True)
         # "${A[@]}" of an empty array is no word; any other string in quotes is one
         if not fields.has_no_elements:
             fields.add((), quoted=True)
 
-    def _escape(self, source: str, place: int, fields: _Fields, *, in_quotes: bool) -> int:
+    def _escape(self, source: str, place: int, fields: Fields, *, in_quotes: bool) -> int:
         following = source[place + 1 : place + 2]
         if following != "\n":
             is_literal = following not in _ESCAPED_IN_QUOTES if in_quotes else False
             fields.add(joined(["\\" + following if is_literal else following]), quoted=True)
         return place + 2
 
-    def _reference(self, source: str, place: int, fields: _Fields, *, quoted: bool) -> int:
+    def _reference(self, source: str, place: int, fields: Fields, *, quoted: bool) -> int:
         """Add what the reference at ``place`` stands for, and return the place after it."""
         following = source[place + 1 : place + 2]
         if source[place] == "`" or following == "(":
@@ -307,7 +240,7 @@ class Expander:
         place = place + len(variable.words) if place < 0 else place
         return variable.words[place : place + 1] if place >= 0 else ()
 
-    def _parameter(self, body: str, fields: _Fields, *, quoted: bool) -> None:
+    def _parameter(self, body: str, fields: Fields, *, quoted: bool) -> None:
         """Add the value of ``${body}``."""
         match = _PARAMETER.fullmatch(body)
         if match is None:
@@ -365,7 +298,7 @@ class Expander:
         return chosen if count is None else chosen[:count]
 
     def _add_elements(
-        self, elements: list[Word], fields: _Fields, *, quoted: bool, is_list: bool
+        self, elements: list[Word], fields: Fields, *, quoted: bool, is_list: bool
     ) -> None:
         if is_list and not elements and not fields.is_open:
             fields.has_no_elements = True
@@ -383,7 +316,7 @@ class Expander:
         return not text
 
     def _without(
-        self, name: str, operator: str, rest: str, fields: _Fields, *, quoted: bool
+        self, name: str, operator: str, rest: str, fields: Fields, *, quoted: bool
     ) -> None:
         """Add what stands in for a variable that is not set."""
         match operator.lstrip(":"):

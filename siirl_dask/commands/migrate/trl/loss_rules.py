@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from siirl_dask.commands.migrate.draft import Draft
 
 _OURS = "siirl_dask.algorithms"
+_CORRECTION = "algorithm.correction"
+_CORRECTION_OPTIONS = "algorithm.correction_options"
 _AGGREGATIONS = {
     "grpo": "sequence_mean_token_mean",
     "sapo": "sequence_mean_token_mean",
     "dapo": "token_mean",
     "bnpo": "token_mean",
     "cispo": "token_mean",
+    "vespo": "token_mean",
+    "luspo": "sequence_mean_token_sum",
     "dr_grpo": "sequence_mean_token_sum_norm",
 }
 """Kinds of loss, and the aggregation of each, as docs/benchmarks/trl.md compares them."""
+_GATES = {
+    "vespo_k_pos": ("power_positive", 2.0),
+    "vespo_lambda_pos": ("decay_positive", 3.0),
+    "vespo_k_neg": ("power_negative", 3.0),
+    "vespo_lambda_neg": ("decay_negative", 2.0),
+}
+"""Options of vespo there, with ours and the default of each."""
 
 
 def set_trl_algorithm(draft: Draft) -> None:
@@ -49,6 +61,59 @@ def set_trl_algorithm(draft: Draft) -> None:
     for name in ("sync_ref_model", *synced):
         draft.hold(name, "the reference is the policy as training began, or there is none")
     _set_mask(draft, beta)
+    _set_stale_rows(draft)
+    _set_high_entropy(draft)
+
+
+def _set_stale_rows(draft: Draft) -> None:
+    """Leave failures out that the policy is far from, which are of the sampler's log-probs there
+    as well.
+    """
+    name = "off_policy_mask_threshold"
+    limit = draft.number(name, 0.0)
+    if not draft.has(name):
+        return
+    if limit <= 0:
+        draft.lose(name, f"{draft.text(name)}: expected more than 0 nats a token")
+        return
+    _weigh(draft, "mask_off_policy", {"limit": limit}, name)
+
+
+def _set_high_entropy(draft: Draft) -> None:
+    """Leave all tokens out but those at which the policy is least certain."""
+    name = "top_entropy_quantile"
+    fraction = draft.number(name, 1.0)
+    if not 0 < fraction < 1:
+        draft.hold(name, "all tokens count")
+        return
+    draft.nodes["old_logprobs"] = {"with": {"entropies": True}}
+    draft.nodes["forks"] = {
+        "run": "siirl_dask.nodes:choose_high_entropy",
+        "role": "policy",
+        "after": "minibatches",
+        "with": {"minibatches": "${algorithm.minibatches}", "fraction": fraction},
+    }
+    draft.nodes["update"] = {"after": "forks", "with": {"columns": ["high_entropy"]}}
+    draft.became(name, "nodes.forks")
+    _weigh(draft, "keep_high_entropy", {}, name)
+
+
+def _weigh(draft: Draft, name: str, options: Mapping[str, Any], source: str) -> None:
+    """Multiply the loss of each token by one more weight of ours."""
+    own = draft.entries.get(_CORRECTION)
+    if own is None:
+        draft.set(_CORRECTION, f"{_OURS}:{name}", source)
+        draft.set(_CORRECTION_OPTIONS, dict(options), source)
+        return
+    earlier = draft.entries[_CORRECTION_OPTIONS].value
+    combined = f"{_OURS}:combined"
+    parts = [{"run": own.value, "with": earlier}]
+    if own.value == combined:
+        parts = list(earlier["parts"])
+    parts.append({"run": f"{_OURS}:{name}", "with": dict(options)})
+    sources = (*own.sources, source)
+    draft.set_from(_CORRECTION, combined, sources)
+    draft.set_from(_CORRECTION_OPTIONS, {"parts": parts}, sources)
 
 
 def _set_mask(draft: Draft, beta: float) -> None:
@@ -73,7 +138,8 @@ def _set_loss(draft: Draft) -> None:
     level = draft.text("importance_sampling_level", "token")
     low = draft.number("epsilon", 0.2)
     high = draft.number("epsilon_high", low)
-    if kind not in _AGGREGATIONS or level not in ("token", "sequence"):
+    levels = ("sequence",) if kind == "luspo" else ("token", "sequence")
+    if kind not in _AGGREGATIONS or level not in levels:
         name = "loss_type" if kind not in _AGGREGATIONS else "importance_sampling_level"
         reason = (
             f"there is no loss {draft.text(name)!r}: docs/algorithms.md has those that there are"
@@ -81,7 +147,7 @@ def _set_loss(draft: Draft) -> None:
         draft.lose(name, reason)
         draft.leave_open("algorithm.loss", f"{name}={draft.text(name)} has no counterpart")
         return
-    names = ("epsilon", "epsilon_high", "delta")
+    names: tuple[str, ...] = ("epsilon", "epsilon_high", "delta")
     options: dict[str, Any] = {"clip_low": low, "clip_high": high}
     loss = "ppo_clip"
     if kind == "cispo":
@@ -95,6 +161,10 @@ def _set_loss(draft: Draft) -> None:
             "tau_positive": draft.number("sapo_temperature_pos", 1.0),
             "tau_negative": draft.number("sapo_temperature_neg", 1.05),
         }
+    elif kind == "vespo":
+        loss = "vespo"
+        names = tuple(_GATES)
+        options = {ours: draft.number(name, default) for name, (ours, default) in _GATES.items()}
     elif level == "sequence":
         loss = "gspo"
     elif draft.has("delta"):
@@ -112,6 +182,7 @@ def _set_loss(draft: Draft) -> None:
         "delta",
         "sapo_temperature_pos",
         "sapo_temperature_neg",
+        *_GATES,
     ):
         draft.hold(name, f"not read by {loss}")
     if kind == "dapo" and draft.entries["algorithm.minibatches"].value > 1:

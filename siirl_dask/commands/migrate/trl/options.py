@@ -40,8 +40,12 @@ TRL = (
     rule("loss_type", "algorithm.loss, algorithm.aggregation", "dapo by default there; benchmarks/trl.md has how far "
          "apart each is"),
     rule("importance_sampling_level", "algorithm.loss", "sequence is gspo"),
-    rule("epsilon epsilon_high delta sapo_temperature_pos sapo_temperature_neg", "algorithm.loss_options", "delta is "
-         "dual_clip"),
+    rule("epsilon epsilon_high delta sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos "
+         "vespo_k_neg vespo_lambda_neg", "algorithm.loss_options", "delta is dual_clip; k of vespo are powers, its "
+         "lambda decays"),
+    rule("off_policy_mask_threshold", "algorithm.correction, algorithm.correction_options", "mask_off_policy"),
+    rule("top_entropy_quantile", "nodes.forks, algorithm.correction", "choose_high_entropy and keep_high_entropy, "
+         "by mini-batches and by entropies before the update; there by micro-batches and of the pass that learns"),
     rule("scale_rewards", "algorithm.advantage", "group is grpo with TRL's epsilon of 1e-4, batch the same with scale, "
          "none dr_grpo"),
     rule("beta use_bias_correction_kl", "algorithm.kl_coefficient, algorithm.kl_bias_correction", "with "
@@ -59,6 +63,9 @@ TRL = (
          "vllm_importance_sampling_clip_min vllm_importance_sampling_cap", "algorithm.correction, "
          "algorithm.correction_options", "with use_vllm; *_truncate is truncated_is and *_mask masked_is"),
     rule("bf16 fp16", "model.dtype", "bfloat16 by default there"),
+    rule("cast_lm_head_to_fp32", "model.float32_head", "in the engine as well"),
+    rule("optim", "trainer.optimizer", "every AdamW there is adamw; another optimizer than that and muon has no "
+         "counterpart"),
     rule("gradient_checkpointing", "trainer.gradient_checkpointing", "true by default there"),
     rule("use_liger_kernel", "trainer.liger"),
     rule("model_init_kwargs.* dtype", "", "weights learn in float32, and bfloat16 is for computing"),
@@ -77,7 +84,7 @@ TRL = (
            "rows are packed, and prompts are read ahead by every worker"),
     always("ddp_* deepspeed fsdp* accelerator_config parallelism_config ds3_gather_for_generation local_rank",
            "trainer.backend=fsdp shards a model over the workers of its role"),
-    always("disable_dropout gradient_checkpointing_kwargs torch_empty_cache_steps optim tf32 attn_implementation "
+    always("disable_dropout gradient_checkpointing_kwargs torch_empty_cache_steps tf32 attn_implementation "
            "lora_task_type lora_bias do_train do_eval overwrite_output_dir config_file main_process_port",
            "it changes nothing that a run computes, or is so anyway"),
     always("vllm_server_* vllm_group_port vllm_model_impl use_transformers_* cache_implementation "
@@ -91,11 +98,8 @@ TRL = (
     none("tools environment_factory rollout_func max_tool_calling_iterations", "see docs/environments.md and "
          "docs/agents.md"),
     none("multi_objective_aggregation", "normalize_then_sum is siirl_dask.algorithms:gdpo: docs/algorithms.md"),
-    none("top_entropy_quantile", "the node mask_second_moment and others choose tokens: docs/algorithms.md"),
     none("use_adaptive_entropy entropy_coef_* entropy_target", "the coefficient of the entropy is constant"),
-    none("off_policy_mask_threshold", "see mask_off_policy in docs/algorithms.md: its estimate differs"),
-    none("vespo_* router_aux_loss_coef cast_lm_head_to_fp32", "there is no such option; for a head in float32 see "
-         "model.float32_head"),
+    none("router_aux_loss_coef", "a mixture's experts are balanced by no loss of their own"),
     none("repetition_penalty generation_kwargs vllm_structured_outputs_regex", "sampling is that of the policy, so "
          "that log-probs are its own"),
     none("model_init_kwargs quantization_config load_in_* bnb_* use_bnb_nested_quant trust_remote_code model_revision",

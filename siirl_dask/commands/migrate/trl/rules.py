@@ -187,6 +187,9 @@ def _set_model(draft: Draft) -> None:
         draft.lose("fp16", "float16 is not computed in: bfloat16 or float32")
     dtype = "bfloat16" if draft.flag("bf16", default=True) else "float32"
     draft.set("model.dtype", dtype, "bf16")
+    if draft.flag("cast_lm_head_to_fp32", default=False):
+        draft.set("model.float32_head", True, "cast_lm_head_to_fp32")
+    draft.hold("cast_lm_head_to_fp32", "the default here")
     draft.hold("fp16", "the default here")
     draft.copy({"chat_template_kwargs": "model.template"})
 
@@ -275,6 +278,7 @@ def _set_rewards(draft: Draft) -> None:
 
 def _set_trainer(draft: Draft) -> None:
     draft.set("trainer.lr", draft.number("learning_rate", 1e-6), "learning_rate")
+    _set_optimizer(draft)
     draft.set("trainer.weight_decay", draft.number("weight_decay", 0.0), "weight_decay")
     betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.999)]
     draft.set("trainer.betas", betas, "adam_beta1", "adam_beta2")
@@ -320,6 +324,17 @@ def _set_trainer(draft: Draft) -> None:
         )
     if not draft.number("lora_dropout", 0.0):
         draft.hold("lora_dropout", "adapters have no dropout")
+
+
+def _set_optimizer(draft: Draft) -> None:
+    name = "optim"
+    kind = draft.text(name, "adamw_torch").lower()
+    if kind == "muon":
+        draft.set("trainer.optimizer", "muon", name)
+    elif "adamw" in kind and "bit" not in kind:
+        draft.hold(name, "AdamW is the default here")
+    else:
+        draft.lose(name, f"there is no optimizer {kind!r}: AdamW, or trainer.optimizer=muon")
 
 
 def _set_observation(draft: Draft) -> None:

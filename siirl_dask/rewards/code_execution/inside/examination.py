@@ -204,9 +204,9 @@ class _Remote:
         return _ask(self, "next")
 
     def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, _Remote) and bool(
-            object.__getattribute__(self, "_program").ask("isinstance", value, self)
-        )
+        if not isinstance(value, _Remote):
+            return False
+        return bool(object.__getattribute__(self, "_program").ask("isinstance", value, self))
 
 
 def _ask(remote: _Remote, operation: str, *arguments: Any, **named: Any) -> Any:

@@ -26,6 +26,11 @@ def call(name: str, *arguments: Any) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
+def prctl(option: int, value: int) -> None:
+    """Call ``prctl`` with an option of one value: the kernel wants zeros for the others."""
+    call("prctl", option, value, 0, 0, 0)
+
+
 def die_with_parent() -> None:
     """Have the kernel kill this process with its parent. Other systems than Linux have no such
     call.

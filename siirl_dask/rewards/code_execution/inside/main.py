@@ -19,7 +19,7 @@ from math import ceil
 from typing import Any
 
 from siirl_dask.rewards.code_execution.inside.errors import UnusableTestError
-from siirl_dask.rewards.code_execution.inside.linux import call, die_with_parent
+from siirl_dask.rewards.code_execution.inside.linux import call, die_with_parent, prctl
 from siirl_dask.rewards.code_execution.inside.namespaces import become, leave_namespaces
 from siirl_dask.rewards.code_execution.inside.seccomp import install_filter
 
@@ -142,7 +142,7 @@ def _confine(task: Task) -> None:
         become(task["user"])
     if sys.platform == "linux":
         die_with_parent()
-        call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
-        call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
+        prctl(_SET_DUMPABLE, 0)
+        prctl(_NO_NEW_PRIVS, 1)
         call("capset", struct.pack("=Ii", _CAPABILITY_VERSION, 0), bytes(24))
         install_filter(confined=bool(task["isolate"]))

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from siirl_dask.rewards.code_execution.inside.linux import call
+from siirl_dask.rewards.code_execution.inside.linux import call, prctl
 
 FOLDER = "/sandbox"
 """The folder that a program starts in and the only one that it can write to."""
@@ -56,7 +56,7 @@ def leave_namespaces(readable: Sequence[str], file_size: int, user: int | None) 
     except PermissionError:
         if user is not None:
             become(user)
-            call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # or the files of /proc/self stay root's
+            prctl(_SET_DUMPABLE, 1)  # or the files of /proc/self stay root's
         group = os.getgid()
         call("unshare", apart | _NEWUSER)
         maps = {
@@ -66,8 +66,8 @@ def leave_namespaces(readable: Sequence[str], file_size: int, user: int | None) 
         }
         for name, text in maps.items():
             Path(f"/proc/self/{name}").write_text(text)
-        call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
-    call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+        prctl(_SET_DUMPABLE, 0)
+    _mount(target=Path("/"), flags=_MS_REC | _MS_PRIVATE)
     _build_root(
         Path.cwd(), readable, f"size={file_size},nr_inodes={MOST_FILES},mode=700,uid={owner}"
     )
@@ -84,7 +84,7 @@ def _build_root(root: Path, readable: Sequence[str], options: str) -> None:
     """Make an empty folder in memory at ``root``, show in it the readable places and a few
     devices, and enter it.
     """
-    call("mount", b"tmpfs", bytes(root), b"tmpfs", _MS_NOSUID | _MS_NODEV, b"size=1m,mode=755")
+    _mount_memory(root, "size=1m,mode=755")
     for place in readable:
         shown = root / place.lstrip("/")
         shown.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def _build_root(root: Path, readable: Sequence[str], options: str) -> None:
         _set_attributes(root / device.lstrip("/"), 0, _READ_ONLY | _NO_SUID)
     own = root / FOLDER.lstrip("/")
     own.mkdir()
-    call("mount", b"tmpfs", bytes(own), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode())
+    _mount_memory(own, options)
     os.chdir(root)
     call("pivot_root", b".", b".")
     call("umount2", b".", _DETACH)  # the machine's own root, which lay below
@@ -112,7 +112,23 @@ def _show(place: str, shown: Path) -> None:
         shown.mkdir(exist_ok=True)
     else:
         shown.touch()
-    call("mount", place.encode(), bytes(shown), None, _MS_BIND | _MS_REC, None)
+    _mount(source=place.encode(), target=shown, flags=_MS_BIND | _MS_REC)
+
+
+def _mount_memory(place: Path, options: str) -> None:
+    flags = _MS_NOSUID | _MS_NODEV
+    _mount(source=b"tmpfs", target=place, kind=b"tmpfs", flags=flags, options=options.encode())
+
+
+def _mount(
+    *,
+    target: Path,
+    flags: int,
+    source: bytes | None = None,
+    kind: bytes | None = None,
+    options: bytes | None = None,
+) -> None:
+    call("mount", source, bytes(target), kind, flags, options)
 
 
 def _set_attributes(place: Path, flags: int, attributes: int) -> None:

@@ -174,8 +174,12 @@ def install_filter(*, confined: bool) -> None:
             )
         return
     rules = _rules(*_MACHINES[name], confined)
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
-    call("prctl", _SECCOMP, _FILTER, struct.pack("@HP", len(rules), ctypes.addressof(code)))
+    packed = b"".join(
+        struct.pack("=HBBI", code, if_true, if_false, operand)
+        for code, if_true, if_false, operand in rules
+    )
+    program = ctypes.create_string_buffer(packed)
+    call("prctl", _SECCOMP, _FILTER, struct.pack("@HP", len(rules), ctypes.addressof(program)))
 
 
 def _rules(column: int, architecture: int, confined: bool) -> list[_Rule]:
@@ -189,38 +193,36 @@ def _rules(column: int, architecture: int, confined: bool) -> list[_Rule]:
     if confined:
         rules += [(_AT_LEAST, 0, 1, _NEWEST + 1), _UNKNOWN]
     for numbers in (*_PROCESSES, *_REACH) if confined else _PROCESSES:
-        rules += _on(numbers[column], _REFUSE)
+        rules += _on(numbers[column], [_REFUSE])
     # a filter cannot see its flags; clone's it can, and the C library falls back
-    rules += _on(_CLONE3[column], _UNKNOWN)
-    rules += _on(
-        _CLONE[column], (_LOAD, 0, 0, _FIRST), (_ANY_BIT, 1, 0, _CLONE_THREAD), _REFUSE, _ALLOW
-    )
+    rules += _on(_CLONE3[column], [_UNKNOWN])
+    thread = (_ANY_BIT, 1, 0, _CLONE_THREAD)
+    rules += _on(_CLONE[column], [(_LOAD, 0, 0, _FIRST), thread, _REFUSE, _ALLOW])
     # a pair is what asyncio wakes itself with; one of datagrams could send to any address
     if confined:
-        kind = [
-            (_LOAD, 0, 0, _SECOND),
-            (_AND, 0, 0, 0xF),
-            (_EQUAL, 1, 0, _SOCK_STREAM),
-            _REFUSE,
-            _ALLOW,
-        ]
         rules += _on(
-            _SOCKETPAIR[column], (_LOAD, 0, 0, _FIRST), (_EQUAL, 1, 0, _AF_UNIX), _REFUSE, *kind
-        )
-        for call_numbers in (_KILL, _TGKILL):  # only itself, as abort() does
-            rules += _on(
-                call_numbers[column],
+            _SOCKETPAIR[column],
+            [
                 (_LOAD, 0, 0, _FIRST),
-                (_EQUAL, 1, 0, os.getpid()),
+                (_EQUAL, 1, 0, _AF_UNIX),
+                _REFUSE,
+                (_LOAD, 0, 0, _SECOND),
+                (_AND, 0, 0, 0xF),
+                (_EQUAL, 1, 0, _SOCK_STREAM),
                 _REFUSE,
                 _ALLOW,
-            )
+            ],
+        )
+        for call_numbers in (_KILL, _TGKILL):  # only itself, as abort() does
+            itself = (_EQUAL, 1, 0, os.getpid())
+            rules += _on(call_numbers[column], [(_LOAD, 0, 0, _FIRST), itself, _REFUSE, _ALLOW])
         # only its own limits
-        rules += _on(_PRLIMIT[column], (_LOAD, 0, 0, _FIRST), (_EQUAL, 1, 0, 0), _REFUSE, _ALLOW)
+        itself = (_EQUAL, 1, 0, 0)
+        rules += _on(_PRLIMIT[column], [(_LOAD, 0, 0, _FIRST), itself, _REFUSE, _ALLOW])
     return [*rules, _ALLOW]
 
 
-def _on(number: int | None, *rules: _Rule) -> list[_Rule]:
+def _on(number: int | None, rules: list[_Rule]) -> list[_Rule]:
     """Return the rules of one call, the last of which returns; none where the machine does not
     have the call.
     """

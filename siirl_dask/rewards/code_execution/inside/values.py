@@ -79,11 +79,14 @@ def decode(data: Any, find: Callable[[str, Any], Any]) -> Any:
     if name == "int":
         return int(held, 16)
     if name == "complex":
-        return complex(*held)
+        real, imaginary = held
+        return complex(real, imaginary)
     if name == "range":
-        return range(*held)
+        start, stop, step = held
+        return range(start, stop, step)
     if name == "timedelta":
-        return datetime.timedelta(*held)
+        days, seconds, microseconds = held
+        return datetime.timedelta(days, seconds, microseconds)
     return find(name, held)
 
 

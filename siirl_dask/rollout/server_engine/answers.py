@@ -1,0 +1,90 @@
+"""Reads what a server answers, which is checked like anything from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from siirl_dask.errors import RunError
+from siirl_dask.rollout.engine import FinishReason, Generation, GenerationRequest
+from siirl_dask.rollout.vllm_engine.row_parameters import EXACT
+
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedResponse:
+    """A response, and which weights sampled it."""
+
+    generation: Generation
+    labels: frozenset[str]
+    """Labels of the weights of its tokens: one, but where weights were replaced meanwhile."""
+
+
+def read_answer(found: object, request: GenerationRequest, mode: str, url: str) -> ServedResponse:
+    """Return the response in what ``/inference/v1/generate`` of the server at ``url`` answers.
+    ``mode`` is the server's ``logprobs_mode``.
+
+    RunError for an answer of another form, for log-probs that are missing or not finite, and for a
+    response that ended otherwise than by its end or its length.
+    """
+    try:
+        choice = _mapping(_only(_mapping(found)["choices"]))
+        tokens = [_token(token) for token in _sequence(choice["token_ids"])]
+        content = _sequence(_mapping(choice["logprobs"])["content"])
+        chosen = [_mapping(each) for each in content]
+        logprobs = [float(each["logprob"]) for each in chosen]
+        reported = [_token(each["token_id"]) for each in chosen]
+        spans = _sequence(choice["weight_versions"])
+        labels = frozenset(str(_mapping(span)["version"]) for span in spans)
+        reason = _REASONS[choice["finish_reason"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"{url}: its answer has not the form that vLLM 0.32's has, or the response was ended by "
+            f"something else than its end or its length: {type(error).__name__}: {error}"
+        ) from error
+    if reported != tokens or not tokens:
+        raise RunError(f"{url}: it gave log-probs of other tokens than it sampled")
+    if len(tokens) > request.sampling.max_tokens:
+        raise RunError(
+            f"{url}: it sampled {len(tokens)} tokens, and at most {request.sampling.max_tokens} "
+            "were asked for"
+        )
+    if not all(map(isfinite, logprobs)):
+        raise RunError(f"{url}: the model gives logits that are not finite")
+    if mode == EXACT:
+        # the sampler leaves minus the log-probability as the logit of the token that it chose
+        logprobs = [-each for each in logprobs]
+    if max(logprobs) > 0:
+        raise RunError(
+            f"{url}: it gave {max(logprobs)} as a log-probability; expected the server's "
+            f"--logprobs-mode to be {mode}"
+        )
+    return ServedResponse(Generation(tokens, logprobs, reason), labels)
+
+
+def _mapping(found: object) -> Mapping[str, Any]:
+    if not isinstance(found, dict):
+        raise TypeError(f"expected an object, found {type(found).__name__}")
+    return found
+
+
+def _sequence(found: object) -> Sequence[Any]:
+    if not isinstance(found, list):
+        raise TypeError(f"expected a list, found {type(found).__name__}")
+    return found
+
+
+def _only(found: object) -> object:
+    sequence = _sequence(found)
+    if len(sequence) != 1:
+        raise ValueError(f"expected one choice, found {len(sequence)}")
+    return sequence[0]
+
+
+def _token(found: object) -> int:
+    if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+        raise TypeError(f"expected a token, found {found!r}")
+    return found

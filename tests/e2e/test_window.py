@@ -1,0 +1,123 @@
+"""Runs whose steps take the first groups that are whole, on several workers with environments that
+answer late: nothing is lost, and the run that repeats the table of samples equals it to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+
+import pytest
+
+from siirl_dask.config.file import shipped
+from siirl_dask.errors import ConfigError
+from tests.e2e.test_resume import weights
+
+TURNS = shipped("quickstart_turns.yaml")
+STEPS, PROMPTS, WINDOW, N = 6, 6, 3, 4
+GIVEN = (
+    "rollout.max_response_length=24",
+    "environments.turn_tokens=4",
+    "environments.turns=4",
+    "environments.environment=tests.e2e.worlds:LogNormal",
+    "trainer.lr=1e-3",
+    f"run.steps={STEPS}",
+    f"rollout.window={WINDOW}",
+    "rollout.max_staleness=3",
+    "rollout.steps_ahead=1",
+    f"data.batch_size={PROMPTS}",
+    f"checkpoint.every={STEPS}",
+)
+APART = (
+    "cluster.workers=3",
+    "cluster.placement={rollout: [0, 1], environments: [0, 1], policy: [2]}",
+)
+
+
+def check_steps(run):
+    """Each prompt of the data once, as many rows in each step but the first and last, none older
+    than it may be.
+    """
+    seeds = Counter()
+    spans = set()
+    for step in range(1, STEPS + 1):
+        rows = run.table("rollouts", step)
+        groups = {1: PROMPTS - WINDOW, STEPS: PROMPTS + WINDOW}.get(step, PROMPTS)
+        assert rows.num_rows == groups * N, step
+        seeds.update(rows["sampling_seed"].to_pylist())
+        for versions in rows["token_versions"].to_pylist():
+            own = {version for version in versions if version >= 0}
+            spans.add(len(own))
+            assert step - 1 - min(own) <= 3
+    assert len(seeds) == STEPS * PROMPTS * N
+    assert set(seeds.values()) == {1}
+    return spans
+
+
+def check_same(expected, got):
+    """Rows and weights, to the bit."""
+    for step in range(1, STEPS + 1):
+        left, right = expected.table("rollouts", step), got.table("rollouts", step)
+        for name in left.column_names:
+            if name != "worker":
+                assert right[name].equals(left[name]), (step, name)
+    own = weights(got)
+    assert all(tensor.equal(own[name]) for name, tensor in weights(expected).items())
+
+
+def test_a_run_and_its_repetition_from_the_ledger_are_the_same_to_the_bit(train, tmp_path):
+    run = train("run", *GIVEN, *APART, config_file=TURNS)
+    spans = check_steps(run)
+    assert max(spans) > 1  # some have tokens of several weights
+    logged = [record["metrics"] for record in run.records()]
+    assert [metrics["rollout/kept_for_next_step"] for metrics in logged][:-1] == [WINDOW * N] * (
+        STEPS - 1
+    )
+    assert logged[-1]["rollout/kept_for_next_step"] == 0
+    ledger = f"rollout.ledger={tmp_path / 'run' / 'rollouts'}"
+    again = train("again", *GIVEN, *APART, ledger, config_file=TURNS)
+    check_same(run, again)
+    with pytest.raises(ConfigError, match=rf"has no step {STEPS + 1}, and run.steps is"):
+        train("longer", *GIVEN, *APART, ledger, f"run.steps={STEPS + 1}", config_file=TURNS)
+
+
+@pytest.mark.slow
+def test_after_kill_9_no_group_is_lost_and_the_ledger_of_both_parts_is_repeated(
+    start, train, tmp_path
+):
+    run = start(*GIVEN, *APART, config=TURNS)
+    run.wait_for_steps(3)
+    os.killpg(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    before = {step: run.url / "rollouts" / f"step={step:06d}" for step in (1, 2)}
+    parts = {
+        step: {path.name: path.read_bytes() for path in folder.iterdir()}
+        for step, folder in before.items()
+    }
+    resumed = train("run", *GIVEN, *APART, config_file=TURNS)
+    for step, folder in before.items():
+        now = {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert parts[step].items() <= now.items(), step  # replayed, not generated again
+    check_steps(resumed)
+    ledger = f"rollout.ledger={tmp_path / 'run' / 'rollouts'}"
+    again = train("again", *GIVEN, *APART, ledger, config_file=TURNS)
+    check_same(resumed, again)
+
+
+def test_a_window_without_episodes_is_refused_before_anything_starts(train):
+    given = ("rollout.window=2", "rollout.max_staleness=1", "rollout.steps_ahead=0")
+    with pytest.raises(ConfigError, match=r"rollout\.window=2 and no node plays episodes"):
+        train("responses", *given, "cluster.workers=1", "cluster.placement={}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_transformers_repeats_the_ledger_of_vllm(train, tmp_path):
+    """The engine of vLLM has turns under way when a step has enough."""
+    pytest.importorskip("vllm")
+    vllm = ("rollout.engine=vllm", "rollout.vllm.kv_cache_memory=16MiB", "rollout.max_rows=3")
+    run = train("run", *GIVEN, *APART, *vllm, config_file=TURNS)
+    check_steps(run)
+    ledger = f"rollout.ledger={tmp_path / 'run' / 'rollouts'}"
+    check_same(run, train("again", *GIVEN, *APART, ledger, config_file=TURNS))

@@ -1,0 +1,286 @@
+"""Parts of the engine of servers that need no vLLM: what a configuration may say, who gets a request,
+what a server may answer, files of weights, and a server that comes and goes.
+"""
+
+import asyncio
+import json
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from siirl_dask.config import (
+    Config,
+    Engine,
+    ModelConfig,
+    RolloutConfig,
+    Sampler,
+    ServerConfig,
+    VllmConfig,
+)
+from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.rollout import (
+    FinishReason,
+    GenerationRequest,
+    LocalQueue,
+    Sampling,
+    check_engine,
+)
+from siirl_dask.rollout.concurrent_requests import serve_concurrently
+from siirl_dask.rollout.server_engine.answers import read_answer
+from siirl_dask.rollout.server_engine.balance import choose_server
+from siirl_dask.rollout.server_engine.connection import Server
+from siirl_dask.rollout.server_engine.serve import arguments
+from siirl_dask.rollout.server_engine.weight_folder import WeightFolder
+from siirl_dask.rollout.vllm_engine.row_parameters import EXACT
+
+URL = "http://127.0.0.1:8000"
+SERVER = ServerConfig(urls=[URL], weights_folder="/weights")
+REQUEST = GenerationRequest([1, 2], 3, Sampling(max_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("10.0.0.7:8000", "expected a server's address"),
+        ("ftp://10.0.0.7", "expected a server's address"),
+        ("http://", "expected a server's address"),
+        ("http://host:0", "expected a server's address"),
+        ("http://host:99999", "out of range"),
+        ("http://me:secret@host:8000", "a user's name or a password"),
+        ("http://host:8000/v1", "leave out the path"),
+        ("http://host:8000?key=1", "leave out the path"),
+    ],
+)
+def test_an_url_that_is_no_servers_is_refused_and_no_password_is_said(url, said):
+    with pytest.raises(ConfigError, match=said) as refused:
+        ServerConfig(urls=[url])
+    assert "secret" not in str(refused.value)
+
+
+def test_options_of_servers_are_refused_where_nothing_reads_them_or_something_is_missing():
+    with pytest.raises(ConfigError, match="there 2 times"):
+        ServerConfig(urls=[URL, URL])
+    with pytest.raises(ConfigError, match="expected an absolute path"):
+        ServerConfig(weights_folder="weights")
+    with pytest.raises(ConfigError, match=r"servers alone read this, and rollout\.engine is auto"):
+        RolloutConfig(server=SERVER)
+    with pytest.raises(ConfigError, match=r"rollout\.server\.urls is empty"):
+        RolloutConfig(engine=Engine.server)
+    with pytest.raises(ConfigError, match="weights_folder is not set"):
+        RolloutConfig(engine=Engine.server, server=ServerConfig(urls=[URL]))
+    with pytest.raises(ConfigError, match="the server's own command line"):
+        RolloutConfig(engine=Engine.server, server=SERVER, vllm=VllmConfig(max_num_seqs=3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"router_replay": True}, "router_replay"),
+        ({"draft_tokens": 2}, "drafts no tokens"),
+        ({"tensor_parallel_size": 2}, "is on one worker"),
+        ({"sampler": Sampler.vllm, "top_k": 5, "temperature": 0.7}, "rollout.sampler=vllm"),
+    ],
+)
+def test_what_servers_cannot_do_is_refused_before_anything_starts(settings, said, digits_task):
+    model = ModelConfig(path=str(digits_task.model))
+    rollout = RolloutConfig(engine=Engine.server, server=SERVER, **settings)
+    with pytest.raises(ConfigError, match=said):
+        check_engine({"model": model, "rollout": rollout}, ["0"], Config(model=model))
+
+
+def test_workers_have_servers_of_their_own_and_no_memory_for_the_model(digits_task):
+    model = ModelConfig(path=str(digits_task.model))
+    rollout = RolloutConfig(engine=Engine.server, server=SERVER)
+    cost = check_engine({"model": model, "rollout": rollout}, ["0"], Config(model=model))
+    assert cost.memory == 0
+    assert URL in " ".join(cost.notes)
+    with pytest.raises(ConfigError, match="1 server, and 2 workers generate"):
+        check_engine({"model": model, "rollout": rollout}, ["0", "1"], Config(model=model))
+
+
+def test_the_servers_command_has_what_is_needed_and_a_users_options_in_its_place():
+    words = arguments("model", ["--port", "1", "--host=0.0.0.0", "--logprobs-mode", "raw_logprobs"])
+    assert words[:2] == ["--model", "model"]
+    assert words[-5:] == ["--port", "1", "--host=0.0.0.0", "--logprobs-mode", "raw_logprobs"]
+    assert words.count("--logprobs-mode") == 1
+    assert "--host" not in words
+    assert "--worker-extension-cls" in words
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=5), max_size=60),
+    st.integers(1, 5),
+)
+def test_no_server_has_much_more_to_do_than_the_mean_and_one_prompt_goes_to_one(prompts, number):
+    under_way = [0] * number
+    for prompt in prompts:
+        chosen = choose_server(prompt, under_way)
+        assert 0 <= chosen < number
+        under_way[chosen] += 1
+        assert max(under_way) <= max(1.25 * (sum(under_way)) / number, 1) + 1
+    for prompt in prompts:
+        assert len({choose_server(prompt, [0] * number) for _ in range(3)}) == 1
+
+
+def answer_of(tokens, logits, reason="length", label="a-1", **more):
+    content = [
+        {"token_id": token, "logprob": logit} for token, logit in zip(tokens, logits, strict=True)
+    ]
+    choice = {
+        "token_ids": tokens,
+        "logprobs": {"content": content},
+        "finish_reason": reason,
+        "weight_versions": [{"version": label, "start": 0, "end": len(tokens)}],
+    }
+    return {"choices": [{**choice, **more}]}
+
+
+def test_an_answer_is_read_as_a_response_with_the_label_of_its_weights():
+    read = read_answer(answer_of([5, 6], [0.5, 0.25], "stop"), REQUEST, EXACT, URL)
+    assert read.generation.token_ids == [5, 6]
+    assert read.generation.logprobs == [-0.5, -0.25]
+    assert read.generation.finish_reason is FinishReason.STOP
+    assert read.labels == {"a-1"}
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ([], "has not the form"),
+        ({"choices": []}, "expected one choice"),
+        (answer_of([5], [0.5], "abort"), "ended by something else"),
+        (answer_of([5], [0.5], weight_versions=None), "has not the form"),
+        (answer_of([5], [0.5], token_ids=[6]), "other tokens than it sampled"),
+        (answer_of([-5], [0.5]), "expected a token"),
+        (answer_of([True], [0.5]), "expected a token"),
+        (answer_of([], []), "other tokens than it sampled"),
+        (answer_of([1] * 5, [0.5] * 5), "at most 4 were asked for"),
+        (answer_of([5], [float("nan")]), "not finite"),
+        (answer_of([5], [-0.5]), "as a log-probability"),
+    ],
+)
+def test_an_answer_of_another_form_is_an_error_that_names_the_server(found, said):
+    with pytest.raises(RunError, match=said) as refused:
+        read_answer(found, REQUEST, EXACT, URL)
+    assert URL in str(refused.value)
+
+
+def test_weights_are_written_in_buckets_and_what_dead_engines_left_is_removed(tmp_path):
+    weights = {f"layer.{index}": torch.randn(10, 10) for index in range(5)}
+    first = WeightFolder(str(tmp_path), bucket=900)
+    folder = first.write(weights.items(), 1)
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) == 3
+    read = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert read.keys() == weights.keys()
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+    newer = first.write(weights.items(), 2)
+    first.keep_only(newer)
+    second = WeightFolder(str(tmp_path), bucket=900)
+    assert newer.is_dir(), "another engine's folder stays while that one lives"
+    first._lock.release()  # as the death of its process does
+    third = WeightFolder(str(tmp_path), bucket=900)
+    assert not newer.exists()
+    second.close()
+    third.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_the_configuration(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="weights_folder"):
+        WeightFolder(str(tmp_path / "file"), bucket=1)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers with what the test has put into ``server.answers``, in order, and then with the last
+    of them.
+    """
+
+    def do_POST(self):
+        length = int(self.headers["Content-Length"])
+        self.server.asked.append((self.path, json.loads(self.rfile.read(length))))
+        waiting = self.server.answers
+        status, body = waiting.pop(0) if len(waiting) > 1 else waiting[0]
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture
+def http():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server.asked = []
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def asked(http, *answers, patience=5.0):
+    """Send one request to a server that answers so."""
+    http.answers = list(answers)
+    config = replace(SERVER, patience=patience)
+
+    async def ask():
+        server = Server(f"http://127.0.0.1:{http.server_port}", config, 2, lambda: None)
+        try:
+            return await server.generate({"token_ids": [1]})
+        finally:
+            server.close()
+
+    return asyncio.run(ask())
+
+
+def test_a_server_that_starts_again_is_asked_again_with_the_same_words(http):
+    assert asked(http, (503, b"starting"), (502, b""), (200, {"choices": []})) == {"choices": []}
+    assert http.asked == [("/inference/v1/generate", {"token_ids": [1]})] * 3
+
+
+@pytest.mark.parametrize(
+    ("answers", "said", "times"),
+    [
+        ([(400, b"no room")], "400 no room", 1),
+        ([(404, b"")], "--enable-scale-out", 1),
+        ([(500, b"broken")], "500 broken", 3),
+        ([(200, b"{")], "is no JSON", 1),
+    ],
+)
+def test_a_server_that_refuses_or_fails_ends_the_run_with_its_own_words(http, answers, said, times):
+    with pytest.raises(RunError, match=said):
+        asked(http, *answers)
+    assert len(http.asked) == times
+
+
+def test_a_server_that_stays_out_of_reach_is_named_with_the_key_for_its_patience(http):
+    with pytest.raises(RunError, match=r"rollout\.server\.patience.*503 gone"):
+        asked(http, (503, b"gone"), patience=0.2)
+
+
+def test_what_is_under_way_ends_with_the_first_error_and_none_is_taken_after_it():
+    ended = []
+
+    async def ask(request):
+        if request.seed == 2:
+            raise RunError("the second one")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(request.seed)
+
+    queue = LocalQueue([replace(REQUEST, seed=seed) for seed in range(6)])
+    with pytest.raises(RunError, match="the second one"):
+        asyncio.run(serve_concurrently(queue, 4, ask))
+    assert sorted(ended) == [0, 1, 3]
+    assert not queue.ended()
