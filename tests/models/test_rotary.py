@@ -25,7 +25,7 @@ from siirl_dask.models.rotary import pin_frequencies
 from siirl_dask.rollout import Sampling
 from siirl_dask.rollout.sglang_engine.frequencies import check_frequencies_of_sglang
 from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
-from siirl_dask.rollout.vllm_engine.frequencies import check_engine_length, engine_length
+from siirl_dask.rollout.vllm_engine.other_logprobs import check_engine_length, engine_length
 from siirl_dask.runs.folder import RunIdentity
 from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_model
 from siirl_dask.testing.reference_model import pack_samples, plain_scores

@@ -37,6 +37,7 @@ from siirl_dask.rollout.server_engine.answers import read_answer
 from siirl_dask.rollout.server_engine.balance import choose_server
 from siirl_dask.rollout.server_engine.connection import EXTENSION, Server, ServerFacts
 from siirl_dask.rollout.server_engine.weight_folder import WeightFolder
+from siirl_dask.rollout.vllm_engine.other_logprobs import check_engine_length
 from siirl_dask.rollout.vllm_engine.row_parameters import logprobs_mode, row_parameters
 from siirl_dask.rollout.weight_loading import Replacement
 
@@ -235,6 +236,8 @@ def _check_server(url: str, found: ServerFacts, model: ModelConfig, mode: str) -
             f"{url}: it computes in {found.dtype}, and model.dtype is {model.dtype}; start it with "
             f"--dtype {model.dtype}, or give model.dtype={found.dtype}"
         )
+    cure = f"start it with --max-model-len {model.longest_row}"
+    check_engine_length(model, found.longest, f"{url}: --max-model-len", cure)
     if found.on_cpu and not found.has_extension:
         raise ConfigError(
             f"{url}: on a CPU vLLM leaves some weights as they were, without a word; start it with "

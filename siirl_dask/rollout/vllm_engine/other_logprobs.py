@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from siirl_dask.config import ModelConfig
 from siirl_dask.devices import DeviceKind
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import read_config
-from siirl_dask.models.longest_row import rotary_settings
+from siirl_dask.models.longest_row import DYNAMIC, following, rotary_settings
 
 _UNKNOWN = "nats a token; the cause is not known"
 OTHER_LOGPROBS = {
@@ -104,3 +105,32 @@ def _window(config: Mapping[str, Any]) -> int | None:
         return None
     window = config.get("sliding_window")
     return window if isinstance(window, int) and window > 0 else None
+
+
+def check_engine_length(
+    model: ModelConfig,
+    length: int,
+    key: str = "rollout.vllm.engine_kwargs.max_model_len",
+    cure: str = "leave max_model_len out",
+) -> None:
+    """Raise ConfigError for a ``max_model_len`` of the user's, given by ``key``, with which vLLM
+    takes other frequencies than the trainer.
+    """
+    for found in following(model.path):
+        if model.longest_row is None:
+            continue
+        if (length > found.limit) != (model.longest_row > found.limit):
+            raise ConfigError(
+                f"{key}={length}: {found.subject(model)}, and "
+                "vLLM goes by max_model_len; the trainer has "
+                f"model.longest_row={model.longest_row}, which is on the other side of "
+                f"{found.limit}: {cure}"
+            )
+
+
+def engine_length(model: ModelConfig) -> int | None:
+    """Return the ``max_model_len`` with which vLLM takes the trainer's frequencies; None where
+    any will do.
+    """
+    kinds = {found.kind for found in following(model.path)}
+    return model.longest_row if kinds - {DYNAMIC} else None

@@ -27,8 +27,8 @@ from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.models.number_type import dtype_on
 from siirl_dask.rollout.vllm_engine.adapter_choice import takes_layers
 from siirl_dask.rollout.vllm_engine.adapter_layers import layer_arguments
-from siirl_dask.rollout.vllm_engine.frequencies import engine_length
 from siirl_dask.rollout.vllm_engine.memory import CPU_CACHE
+from siirl_dask.rollout.vllm_engine.other_logprobs import engine_length
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
 from siirl_dask.rollout.vllm_engine.row_parameters import logprobs_mode
 from siirl_dask.rollout.vllm_engine.token_choice import VllmTokenSampler

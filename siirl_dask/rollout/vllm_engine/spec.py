@@ -21,7 +21,6 @@ from siirl_dask.rollout.specs import (
     Installation,
 )
 from siirl_dask.rollout.vllm_engine.adapter_choice import takes_layers
-from siirl_dask.rollout.vllm_engine.frequencies import check_engine_length
 from siirl_dask.rollout.vllm_engine.installation import (
     ENVIRONMENT,
     check_installed,
@@ -35,7 +34,10 @@ from siirl_dask.rollout.vllm_engine.memory import (
     host_cache,
     rows_in_batch,
 )
-from siirl_dask.rollout.vllm_engine.other_logprobs import check_logprobs_of_vllm
+from siirl_dask.rollout.vllm_engine.other_logprobs import (
+    check_engine_length,
+    check_logprobs_of_vllm,
+)
 from siirl_dask.rollout.vllm_engine.row_parameters import check_samplings
 
 _VOCABULARY_MULTIPLE = 64  # vLLM pads a vocabulary to a multiple of this
