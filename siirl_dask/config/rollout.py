@@ -293,8 +293,6 @@ class RolloutConfig:
             and "a row that goes on with new weights must draw as one that was continued",
             "weight_sync=broadcast": self.weight_sync is WeightSync.broadcast
             and "each worker takes weights at a time of its own",
-            f"window={self.window}": self.window > 0
-            and "a ledger repeats which groups a step took, not when weights were loaded",
         }
         for option, reason in refused.items():
             if reason:

@@ -62,10 +62,6 @@ from tests.settings import rollout_config
             {"in_flight": True, "max_staleness": 1, "weight_sync": WeightSync.broadcast},
             r"in_flight=true with rollout\.weight_sync=broadcast: ",
         ),
-        (
-            {"in_flight": True, "max_staleness": 2, "window": 1},
-            r"in_flight=true with rollout\.window=1: ",
-        ),
     ],
 )
 def test_impossible_settings_are_refused_by_name(settings, text):
