@@ -22,10 +22,9 @@ from siirl_dask.config.engines import (
 from siirl_dask.config.environments import EnvironmentsConfig, OnToolError
 from siirl_dask.config.images import ImagesConfig
 from siirl_dask.config.megatron import MegatronConfig
+from siirl_dask.config.model import Dtype, ModelConfig
 from siirl_dask.config.observe import MetricsBackend, ObserveConfig, ProfileConfig
 from siirl_dask.config.rollout import (
-    Dtype,
-    ModelConfig,
     PromptPlacement,
     RewardsConfig,
     RolloutConfig,

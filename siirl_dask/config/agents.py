@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 
-from siirl_dask.config.rollout import ModelConfig, RolloutConfig
+from siirl_dask.config.model import ModelConfig
+from siirl_dask.config.rollout import RolloutConfig
 from siirl_dask.config.training import AlgorithmConfig, LoraConfig, TrainerConfig
 from siirl_dask.errors import ConfigError, did_you_mean
 

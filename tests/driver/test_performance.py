@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.driver.estimates.node_seconds import StepTokens
+from siirl_dask.driver.estimates.computing_seconds import StepTokens
 from siirl_dask.driver.estimates.performance import lengths_of, splits, step_time
 from siirl_dask.driver.estimates.speeds import TABLE, speed_of
 from siirl_dask.driver.phases import dags, plan_phases, worker_names

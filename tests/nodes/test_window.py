@@ -5,6 +5,7 @@ too old, and a run that repeats another's ledger makes the same rows.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -209,6 +210,27 @@ def test_a_group_that_waits_is_passed_by_dropped_when_too_old_and_trained_in_the
         assert again.play(step, answers, drain=step == 5).equals(expected), step
     assert again.world.opened == again.world.closed
     assert sum(metrics["rollout/dropped_groups"] for metrics in again.metrics) == 0
+
+
+class AsksOn(ByVersion):
+    """A rank of an engine, which asks for turns as long as other ranks have some."""
+
+    def serve(self, queue):
+        super().serve(queue)
+        Held.gate.set()
+        time.sleep(0.2)
+        assert queue.next(4, wait=False) == []
+        assert queue.ended()
+
+
+@pytest.mark.timeout(60)
+def test_an_answer_that_comes_after_the_step_is_over_is_not_lost(tmp_path):
+    Held.gate = threading.Event()
+    players = Players(tmp_path, window=1, world=ThreadWorld(Held))
+    players.engine = AsksOn(version=0)
+    assert players.play(1, ["3", "2", "1"]).num_rows == 2 * N
+    drained = players.play(2, ["1", "1", "1"], drain=True)
+    assert drained["prompt"].to_pylist().count("1.0") == N
 
 
 def test_after_a_restart_kept_groups_begin_again_and_the_ledger_of_both_parts_is_repeated(tmp_path):

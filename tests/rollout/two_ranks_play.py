@@ -46,6 +46,7 @@ def played(engine, folder, rank):
             rollout=RolloutConfig(n=2, max_response_length=9, router_replay=True),
         )
     )
+    found["with a window"] = with_window(engine, folder, rank)
     found["over steps"] = over_steps(engine, folder, rank)
     return found
 
@@ -129,6 +130,33 @@ def with_agents(engine, prompts, rank):
         agent=living.talks,
     )
     return rows_of(made)
+
+
+def with_window(engine, folder, rank):
+    """Each rank decides by itself when its step is over; without new weights the step in which a
+    token is sampled changes nothing.
+    """
+    config = EnvironmentsConfig(turns=3, turn_tokens=6)
+    rollout = RolloutConfig(n=2, max_response_length=LENGTH, window=1, max_staleness=5)
+    world = build_environments(Device("w"), Rank(), environments=config, environment=Delayed)
+    state, rows = {}, []
+    try:
+        for step in (1, 2, 3):
+            made = play(
+                context(engine, world, step, state=state, drain=step == 3),
+                table(engine, PROMPTS[rank], rank, first=10 * step),
+                rollout=rollout,
+                environments=config,
+                max_prompt_length=60,
+            )
+            rows += rows_of(made)
+            assert made.num_rows // 2 == len(PROMPTS[rank]) + {1: -1, 3: 1}.get(step, 0)
+    finally:
+        world.close()
+    for row in rows:
+        for name in ("row_id", "episode_id"):  # they grow with the steps that a group waits
+            del row[name]
+    return sorted(rows, key=lambda row: row["sampling_seed"])
 
 
 def over_steps(engine, folder, rank):

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from siirl_dask.config import Config
+from siirl_dask.driver.estimates.computing_seconds import StepTokens
 from siirl_dask.driver.estimates.memory import WorkerMemory
-from siirl_dask.driver.estimates.node_seconds import NodeSeconds, Placement, StepTokens
+from siirl_dask.driver.estimates.node_seconds import NodeSeconds, Placement
 from siirl_dask.driver.estimates.performance import Split, schedule, splits_by
 from siirl_dask.driver.estimates.speeds import Speed
 from siirl_dask.observe.metrics import Record

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from siirl_dask.config import Config, TrainerConfig
-from siirl_dask.driver.estimates.node_seconds import NodeSeconds, Placement, StepTokens, learns
+from siirl_dask.driver.estimates.computing_seconds import StepTokens
+from siirl_dask.driver.estimates.node_seconds import NodeSeconds, Placement, learns
 from siirl_dask.driver.estimates.role_moves import Moves
 from siirl_dask.driver.estimates.speeds import Speed
 from siirl_dask.errors import ConfigError

@@ -126,6 +126,8 @@ class EpisodeQueue:
         self.rows = max(self.rows, limit)
         start = self._tick()
         patience = max(_WAIT_SECONDS, start - self._last_batch)
+        if self._is_over():  # answers that come from now on are for the next step
+            return []
         self._take_answers(0.0)
         if self._is_over():
             return []
