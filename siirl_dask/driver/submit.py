@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
@@ -16,11 +15,12 @@ from functools import partial
 from distributed import Client
 from siirl_storage import open_fs
 
+from siirl_dask.comms.dask_internals import start_on_loop
 from siirl_dask.config.file import ConfigSource
 from siirl_dask.driver.caller import RunCaller, StopRequest, scheduler_address
 from siirl_dask.driver.feed import RunFeed
 from siirl_dask.driver.handle import RunHandle
-from siirl_dask.driver.remote_stop import AFTER_STEP, AT_ONCE, send
+from siirl_dask.driver.remote_stop import AFTER_STEP, AT_ONCE, send, topic_of
 from siirl_dask.driver.requested import DATA_URL, Recipe, RequestedRun, requested_run
 from siirl_dask.driver.run import train
 from siirl_dask.errors import ConfigError, DataError, Interrupted, RunError
@@ -114,12 +114,8 @@ def _stop_elsewhere(url: str, client: Client | None, at_once: bool) -> None:
     start = newest_start(url)
     if start is None:
         raise ConfigError(f"the run at {url!r} was never started: there is nothing to cancel")
-    loop = client.loop
-    assert loop is not None
-    sending = asyncio.run_coroutine_threadsafe(
-        send(client, start.holder, AT_ONCE if at_once else AFTER_STEP),
-        loop.asyncio_loop,  # type: ignore[attr-defined]
-    )
+    how = AT_ONCE if at_once else AFTER_STEP
+    sending = start_on_loop(client, send(client, topic_of(start.holder), how))
     if client.asynchronous:  # this thread may be the one that sends it
         sending.add_done_callback(partial(_log_failure, url))
     else:

@@ -8,6 +8,8 @@ from typing import Any
 
 from distributed import Status
 
+from siirl_dask.comms.dask_internals import plugins_of
+
 
 def free_workers(own: str | None = None, dask_scheduler: Any = None) -> dict[str, str]:
     """Return {name: address} of the workers that are idle, or the run's own.
@@ -31,7 +33,7 @@ def other_runs(scheduler: Any, *own: str | None) -> set[str]:
     """Return the addresses of workers of all runs but those of the plugins ``own``."""
     runs = [
         run
-        for name, run in scheduler.plugins.items()
+        for name, run in plugins_of(scheduler).items()
         if name.startswith("siirl-") and name not in own
     ]
     return {address for run in runs for address in run.members.values()}

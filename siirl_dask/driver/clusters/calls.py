@@ -4,7 +4,6 @@ driver's thread.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 from dask.base import annotate
 from distributed import Client, Future
 
+from siirl_dask.comms.dask_internals import start_on_loop
 from siirl_dask.worker.tasks import task_group
 
 T = TypeVar("T")
@@ -35,9 +35,7 @@ def complete(
     async def work() -> T:
         return await call()
 
-    loop = client.loop
-    assert loop is not None  # only an asynchronous client has no loop of its own
-    calling = asyncio.run_coroutine_threadsafe(work(), loop.asyncio_loop)  # type: ignore[attr-defined]
+    calling = start_on_loop(client, work())
     deadline = time.monotonic() + timeout
     try:
         while not wait([calling], SLICE).done:

@@ -16,6 +16,7 @@ from multiprocessing import resource_tracker
 import dask
 from distributed import Client, LocalCluster, Nanny, Security, Status
 
+from siirl_dask.comms.dask_internals import processes_of
 from siirl_dask.config import ClusterConfig, Config, DevicePreference
 from siirl_dask.devices.kinds import NO_ACCELERATORS
 from siirl_dask.driver.clusters.deployment import deployed
@@ -113,7 +114,7 @@ def _close(cluster: LocalCluster, patience: float) -> None:
     """Close the cluster; workers that are busy for more than ``patience`` seconds are killed, so
     none is left over.
     """
-    nannies = list(cluster.workers.values())
+    nannies: list[Nanny] = processes_of(cluster)
     loop = cluster.loop
     assert loop is not None  # only a client without a loop of its own has none
     # it logs connections to killed workers, with tracebacks, and may do so after the cluster's

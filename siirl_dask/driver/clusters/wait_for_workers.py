@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from distributed import Client, Status
 
+from siirl_dask.comms.dask_internals import SchedulerRpc
 from siirl_dask.config import ClusterConfig
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.errors import RunError
@@ -58,7 +59,6 @@ def _running(client: Client) -> int:
     Ctrl-C inside one of Dask's own calls would break that call on its event loop, with a traceback
     of it.
     """
-    scheduler = client.scheduler
-    assert scheduler is not None  # the client is connected
+    scheduler = SchedulerRpc(client)
     workers = complete(client, lambda: scheduler.identity(n_workers=-1))["workers"].values()
     return sum(worker["status"] == Status.running.name for worker in workers)
