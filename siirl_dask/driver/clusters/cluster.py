@@ -19,6 +19,7 @@ from distributed import Client, LocalCluster, Nanny, Security, Status
 from siirl_dask.comms.dask_internals import processes_of
 from siirl_dask.config import ClusterConfig, Config, DevicePreference
 from siirl_dask.devices.kinds import NO_ACCELERATORS
+from siirl_dask.driver.clusters.adaptive import HINT, want_workers
 from siirl_dask.driver.clusters.deployment import deployed
 from siirl_dask.driver.clusters.nanny import NamelessNanny, main_not_imported
 from siirl_dask.driver.clusters.scheduler_file import address_in, read_address
@@ -211,6 +212,7 @@ def reconnect(
     try:
         limit = ("cluster.scheduler_timeout", max(0.0, deadline - time.monotonic()))
         with scheduler_guard(client, cluster):
+            want_workers(client, cluster)
             wait_for_workers(
                 client,
                 cluster,
@@ -292,7 +294,8 @@ def _existing(
         raise ConfigError(message + (hint if "tls" in message.lower() else "")) from error
     try:
         with scheduler_guard(client, cluster):
-            wait_for_workers(client, cluster, progress, check)
+            want_workers(client, cluster)
+            wait_for_workers(client, cluster, progress, check, HINT)
         yield client
     finally:
         # a scheduler that is cut off does not answer

@@ -53,13 +53,15 @@ class FixedWorkers:
     ) -> WorkerGroup:
         cluster = self._config.cluster
         if group is None:
-            return WorkerGroup(members(client, cluster.workers), self._config)
+            chosen = members(client, cluster.workers, resources=cluster.resources)
+            return WorkerGroup(chosen, self._config)
         # the workers of another scheduler have been waited for
         if not isinstance(failure, SchedulerLost):
             remove_unusable_workers(client, group, failure, plugin)
             hint = start_lost_workers(client, cluster, group)
             wait_for_workers(client, cluster, self._progress, hint=hint)
-        return WorkerGroup(members(client, cluster.workers, group.members), self._config)
+        chosen = members(client, cluster.workers, group.members, cluster.resources)
+        return WorkerGroup(chosen, self._config)
 
     def on_idle(self, client: Client, group: WorkerGroup, plugin: str) -> Callable[[], None] | None:
         return None
