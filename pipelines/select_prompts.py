@@ -81,11 +81,11 @@ def scored(table: pa.Table, path: str) -> pa.Table:
     """The table with a column ``difficulty``: the mean of -log p of the answer's tokens."""
     import torch
 
+    if not table.num_rows:  # all were duplicates
+        return table.append_column("difficulty", pa.array([], pa.float32()))
     model, tokenizer = model_at(path)
-    prompts = [tokenizer.encode(text) for text in table["prompt"].to_pylist()]
-    answers = [
-        tokenizer.encode(text, add_special_tokens=False) for text in table["answer"].to_pylist()
-    ]
+    prompts = tokenizer(table["prompt"].to_pylist())["input_ids"]
+    answers = tokenizer(table["answer"].to_pylist(), add_special_tokens=False)["input_ids"]
     difficulty = np.zeros(len(prompts), dtype=np.float32)
     # rows of one length next to each other: little padding
     order = np.argsort(
