@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from siirl_dask.config import Config
     from siirl_dask.config.file import load
     from siirl_dask.context import Context
+    from siirl_dask.driver.clusters.adaptive import Adaptive
     from siirl_dask.driver.run import run
     from siirl_dask.driver.submit import attach, submit
     from siirl_dask.planner import DAG, Node, Role, Rows, columns
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "DAG",
+    "Adaptive",
     "Config",
     "Context",
     "Node",
@@ -53,6 +55,7 @@ __all__ = [
     "turns",
 ]
 _PUBLISHED_BY = {
+    "Adaptive": "siirl_dask.driver.clusters.adaptive",
     "Config": "siirl_dask.config",
     "Context": "siirl_dask.context",
     "load": "siirl_dask.config.file",

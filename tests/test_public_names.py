@@ -11,7 +11,7 @@ import pytest
 import siirl_dask
 
 PUBLIC = (
-    "DAG Config Context Node Role Rows agents attach columns dapo grpo load main open_run ppo run "
+    "DAG Adaptive Config Context Node Role Rows agents attach columns dapo grpo load main open_run ppo run "
     "submit turns"
 )
 

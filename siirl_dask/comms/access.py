@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.comm.addressing import get_address_host, parse_address
 
+from siirl_dask.comms.dask_internals import certificates_of
 from siirl_dask.comms.sockets import Scheme
 from siirl_dask.errors import ConfigError
 
@@ -58,7 +59,8 @@ class NetworkAccess:
                 f"{scheme}:// does not know; start the cluster with protocol tcp, tls or ucx"
             )
         chosen = _SCHEMES[scheme]
-        if worker.security.require_encryption:
+        listens_with, connects_with, must_encrypt = certificates_of(worker)
+        if must_encrypt:
             chosen = Scheme.TLS
         host = get_address_host(worker.listen_address)
         wildcard = None
@@ -73,8 +75,8 @@ class NetworkAccess:
             host=host,
             wildcard=wildcard,
             ports=ports,
-            listens_with=worker.security.get_listen_args("worker"),
-            connects_with=worker.connection_args,
+            listens_with=listens_with,
+            connects_with=connects_with,
         )
 
 

@@ -14,18 +14,12 @@ from contextlib import suppress
 from inspect import isawaitable
 from typing import Any, ClassVar, TypeVar
 
-from distributed.comm import registry
 from distributed.comm.addressing import get_local_address_for, parse_host_port, unparse_host_port
-from distributed.comm.core import (
-    BaseListener,
-    Comm,
-    Connector,
-    FatalCommClosedError,
-)
-from distributed.comm.registry import Backend
-from distributed.comm.utils import ensure_concrete_host
+from distributed.comm.core import Comm, Connector
+from distributed.comm.registry import Backend, backends
 
 from siirl_dask.comms.byte_stream import ByteStream
+from siirl_dask.comms.dask_internals import BaseListener, FatalCommClosedError, ensure_concrete_host
 from siirl_dask.comms.proofs import Side
 from siirl_dask.comms.rows_comm import RowsComm
 from siirl_dask.comms.sockets import (
@@ -320,7 +314,7 @@ def register() -> None:
     not installed.
     """
     for backend in (RowsTCP, RowsTLS, RowsUnix):
-        registry.backends.setdefault(str(backend.scheme), backend())
+        backends.setdefault(str(backend.scheme), backend())
 
 
 def _tls_context(scheme: Scheme, connection_args: Mapping[str, Any]) -> ssl.SSLContext | None:

@@ -12,10 +12,11 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from distributed.comm.core import Comm, CommClosedError, FatalCommClosedError
+from distributed.comm.core import Comm, CommClosedError
 
 from siirl_dask.comms import wire
 from siirl_dask.comms.byte_stream import ByteStream
+from siirl_dask.comms.dask_internals import FatalCommClosedError
 from siirl_dask.comms.proofs import NONCE_BYTES, Side, new_nonce, proof_of
 from siirl_dask.comms.sockets import Scheme, peer_process
 from siirl_dask.comms.wire import Frame, Message, MessageBounds, Pieces

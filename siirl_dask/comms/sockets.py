@@ -13,9 +13,9 @@ from enum import StrEnum
 from typing import Any
 
 import dask
-from dask.utils import parse_timedelta
 from distributed.comm.addressing import parse_host_port, unparse_host_port
-from distributed.comm.core import FatalCommClosedError
+
+from siirl_dask.comms.dask_internals import FatalCommClosedError, parse_timedelta
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid of struct ucred (unix(7))
 _PROBES = 10  # that a peer's host leaves unanswered until a connection counts as lost

@@ -55,6 +55,9 @@ class ClusterConfig:
     on with fewer.
     None: 10.
     """
+    resources: dict[str, float] = field(default_factory=dict)
+    """Dask resources of an existing cluster's workers that the run asks for, such as ``{GPU: 1}``:
+    it takes workers that have them, and each of its tasks claims them."""
     threads: int = 1
     """Torch threads per worker."""
     memory_limit: str | None = None
@@ -103,6 +106,11 @@ class ClusterConfig:
         above("cluster", 0, start_timeout=self.start_timeout, stall_timeout=self.stall_timeout)
         at_least("cluster", 0, scheduler_timeout=self.scheduler_timeout)
         self._check_elastic()
+        for name, amount in self.resources.items():
+            if not amount > 0:
+                raise ConfigError(
+                    f"cluster.resources={self.resources}: expected more than 0 of {name}"
+                )
         if self.peer_timeout is not None:
             above("cluster", 0, peer_timeout=self.peer_timeout)
         if self.memory_limit is not None:

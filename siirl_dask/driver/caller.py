@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from distributed import Client, Security
 
+from siirl_dask.comms.dask_internals import SchedulerRpc, is_connected
 from siirl_dask.config import Config
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import Record
@@ -79,9 +80,9 @@ class RunCaller:
 
 def scheduler_address(client: Client) -> str:
     """Return the address of a client's scheduler. ConfigError where it is not connected."""
-    if client.scheduler is None or client.status != "running":
+    if not is_connected(client):
         raise ConfigError(
             f"client={client!r} is not connected: expected a client of a running cluster; one "
             "that is asynchronous connects with `client = await Client(..., asynchronous=True)`"
         )
-    return str(client.scheduler.address)
+    return SchedulerRpc(client).address

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-from dask.base import tokenize
 from dask.delayed import Delayed, delayed
+from dask.tokenize import tokenize
 from distributed import Client, Future
 from siirl_storage import (
     Part,

@@ -61,6 +61,7 @@ class Driver:
         on_idle: Callable[[], None] | None = None,
         node_timeout: float = 0.0,
         check: Callable[[], None] = lambda: None,
+        resources: Mapping[str, float] | None = None,
     ) -> None:
         """``folder(step)`` returns the URL of a new folder for the checkpoint of a step.
 
@@ -69,7 +70,7 @@ class Driver:
         where most of them are. ``on_idle`` is called when there are new workers that no run uses;
         None if the run could not take them. A node that gets nothing done on a worker for
         ``node_timeout`` seconds fails the run; 0: it may take any time. ``check`` is called between
-        events, and may raise to end the run.
+        events, and may raise to end the run. Each task claims ``resources`` of its worker.
         """
         self._client = client
         self._spec = spec
@@ -77,6 +78,7 @@ class Driver:
         self._stall_timeout = stall_timeout
         self._node_timeout = node_timeout
         self._check = check
+        self._resources = resources
         self._folder = folder
         self._on_progress = on_progress
         self._on_idle = on_idle
@@ -260,6 +262,7 @@ class Driver:
             members=self._spec.members,
             function=function,
             turn=self._turn,
+            resources=self._resources,
             **arguments,
         )
         self._turn += 1

@@ -196,6 +196,7 @@ def _driver(
         on_idle=groups.on_idle(client, group, spec.plugin),
         node_timeout=node_timeout(config),
         check=job.caller.stop.check,
+        resources=config.cluster.resources,
     )
 
 

@@ -1,7 +1,8 @@
 """Ends a run from another process: a message on a topic of the scheduler's reaches its driver.
 
 Each start has a topic of its own, named by its token in the run's folder: who cannot read the
-folder cannot end the run, and a message is for no other start, nor for another run of that path.
+folder cannot end the run, and a message is for no other start, nor for another run of that path. A
+driver on the cluster has one more from its submission on, before it has the folder.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from distributed import Client
 
+from siirl_dask.comms.dask_internals import SchedulerRpc
 from siirl_dask.driver.caller import StopRequest
 from siirl_dask.runs.holder import Holder
 
@@ -18,12 +20,12 @@ AFTER_STEP = "after step"
 AT_ONCE = "at once"
 
 
-def _topic_of(start: Holder) -> str:
+def topic_of(start: Holder) -> str:
     return f"siirl-stop-{sha256(start.token.encode()).hexdigest()[:32]}"
 
 
-def listen(client: Client, start: Holder, stop: StopRequest) -> None:
-    """Pass what others have sent, and will send, about the start on to ``stop``; anything else is
+def listen(client: Client, topic: str, stop: StopRequest) -> None:
+    """Pass what others have sent, and will send, on a topic on to ``stop``; anything else is
     ignored.
     """
 
@@ -34,12 +36,11 @@ def listen(client: Client, start: Holder, stop: StopRequest) -> None:
         if message in (AFTER_STEP, AT_ONCE):
             stop.after_step.set()
 
-    client.subscribe_topic(_topic_of(start), handle)
-    for event in client.get_events(_topic_of(start)):  # sent while its workers were waited for
+    client.subscribe_topic(topic, handle)
+    for event in client.get_events(topic):  # sent before, while workers were waited for
         handle(event)
 
 
-async def send(client: Client, start: Holder, how: str) -> None:
-    """Ask the driver of the start to end it, ``how`` being one of the words above."""
-    assert client.scheduler is not None  # whoever calls has looked
-    await client.scheduler.log_event(topic=_topic_of(start), msg=how)
+async def send(client: Client, topic: str, how: str) -> None:
+    """Ask the driver that listens on a topic to end, ``how`` being one of the words above."""
+    await SchedulerRpc(client).call("log_event", topic=topic, msg=how)

@@ -42,7 +42,7 @@ from siirl_dask.driver.recovery.resume import (
 )
 from siirl_dask.driver.recovery.scheduler_guard import scheduler_guard
 from siirl_dask.driver.recovery.worker_group import WorkerGroup, WorkerGroups
-from siirl_dask.driver.remote_stop import listen
+from siirl_dask.driver.remote_stop import listen, topic_of
 from siirl_dask.driver.requested import DATA_URL, Recipe, RequestedRun, requested_run
 from siirl_dask.driver.starts import Starts, find_starts
 from siirl_dask.errors import (
@@ -326,7 +326,7 @@ def _launch_until_done(job: Job, log: RunLog) -> None:
                     previous = driver
                     with scheduler_guard(client, config.cluster):
                         if config.cluster.exists:
-                            listen(client, log.attempt.holder, caller.stop)
+                            listen(client, topic_of(log.attempt.holder), caller.stop)
                         if groups is None:
                             job = _with_workers_dtype(job, log, client)
                             groups = _worker_groups(job, progress)

@@ -6,13 +6,13 @@ An error here does not end the run: it is logged, and the run goes on without a 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 from distributed import Client
 
+from siirl_dask.comms.dask_internals import SchedulerRpc, start_on_loop
 from siirl_dask.config import Config
 from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.clusters.calls import complete
@@ -83,10 +83,8 @@ class RunPage:
         client = self._client
         if client is None or client.status != "running" or client.loop is None:
             return
-        sending = _send(
-            client, "record", url=self._url, record={**record, "phase": str(record["phase"])}
-        )
-        asyncio.run_coroutine_threadsafe(sending, client.loop.asyncio_loop)  # type: ignore[attr-defined]
+        sent = {**record, "phase": str(record["phase"])}
+        start_on_loop(client, _send(client, "record", url=self._url, record=sent))
 
     def end(self, status: Status, error: str = "", resume: str | None = None) -> None:
         """Show how the run ended, and wait a moment until those who look have seen it."""
@@ -113,4 +111,4 @@ async def _send(client: Client, operation: str, **arguments: Any) -> None:
 
 
 async def _call(client: Client, operation: str, **arguments: Any) -> Any:
-    return await getattr(client.scheduler, f"{NAME}-{operation}")(**arguments)
+    return await SchedulerRpc(client).call(f"{NAME}-{operation}", **arguments)

@@ -139,7 +139,7 @@ def _passes(
         fetch_here(models, config.cluster, progress)
         progress.note(f"starting {counted(config.cluster.workers, 'worker')}")
         with connect(config, progress) as client:
-            workers = members(client, config.cluster.workers)
+            workers = members(client, config.cluster.workers, resources=config.cluster.resources)
             names = list(workers)
             hosts = hosts_of(workers)
             if open_types is not None:
@@ -206,6 +206,7 @@ def _run_steps(
         folder=_no_checkpoint,
         on_progress=progress.under_way,
         node_timeout=node_timeout(config),
+        resources=config.cluster.resources,
     )
     with driver.session(config.cluster, announce):
         iterations = (

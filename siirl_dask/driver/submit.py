@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
@@ -16,11 +15,13 @@ from functools import partial
 from distributed import Client
 from siirl_storage import open_fs
 
+from siirl_dask.comms.dask_internals import start_on_loop
 from siirl_dask.config.file import ConfigSource
 from siirl_dask.driver.caller import RunCaller, StopRequest, scheduler_address
+from siirl_dask.driver.cluster_driver import ClusterDriver
 from siirl_dask.driver.feed import RunFeed
 from siirl_dask.driver.handle import RunHandle
-from siirl_dask.driver.remote_stop import AFTER_STEP, AT_ONCE, send
+from siirl_dask.driver.remote_stop import AFTER_STEP, AT_ONCE, send, topic_of
 from siirl_dask.driver.requested import DATA_URL, Recipe, RequestedRun, requested_run
 from siirl_dask.driver.run import train
 from siirl_dask.errors import ConfigError, DataError, Interrupted, RunError
@@ -31,6 +32,8 @@ from siirl_dask.runs.reader import open_run
 
 logger = logging.getLogger("siirl_dask.driver")
 
+HERE = "here"
+ON_CLUSTER = "cluster"
 _INTERVAL = 0.5  # seconds between two looks at the folder of a run that another process trains
 _SEND_TIMEOUT = 10.0  # seconds for the scheduler to take a message
 _PATIENCE = 120.0  # seconds in which a store that cannot be read is asked again
@@ -43,6 +46,7 @@ def submit(
     *,
     client: Client,
     data: object = None,
+    driver: str = HERE,
     fresh: bool = False,
     force: bool = False,
 ) -> RunHandle:
@@ -52,17 +56,26 @@ def submit(
     asynchronous, stays free for other work. Nothing is printed but errors. The run ends with this
     process: the same call goes on from its last checkpoint and its stored rows.
 
+    With ``driver="cluster"`` it is a task on one of the cluster's workers, and the run goes on
+    without this process; ``attach`` takes it up again. The workers need what this process reads:
+    the modules of functions, and the folders and stores of models and data.
+
     ConfigError for what can be seen to be wrong at once; the handle raises everything else.
     """
+    if driver not in (HERE, ON_CLUSTER):
+        raise ConfigError(f"driver={driver!r}: expected {HERE!r} or {ON_CLUSTER!r}")
     scheduler_address(client)
     data_url = None if data is None else DATA_URL
     requested = requested_run(config, dag, validation, data_url=data_url)
     quiet = replace(requested.config.observe, progress=False)
     requested = replace(requested, config=replace(requested.config, observe=quiet))
+    RunCaller(client=client).on_its_cluster(requested.config)
+    if driver == ON_CLUSTER:
+        remote = ClusterDriver(client, requested, data, fresh=fresh, force=force)
+        return RunHandle(remote.url, remote.start(), remote.cancel)
     feed = RunFeed()
     stop = StopRequest()
     caller = RunCaller(client=client, data=data, stop=stop, on_record=feed.add)
-    caller.on_its_cluster(requested.config)
     handle = RunHandle(requested.config.run.url, feed, partial(_stop_here, stop))
     arguments = {"fresh": fresh, "force": force}
     work = partial(_train, requested, caller, feed, **arguments)
@@ -114,12 +127,8 @@ def _stop_elsewhere(url: str, client: Client | None, at_once: bool) -> None:
     start = newest_start(url)
     if start is None:
         raise ConfigError(f"the run at {url!r} was never started: there is nothing to cancel")
-    loop = client.loop
-    assert loop is not None
-    sending = asyncio.run_coroutine_threadsafe(
-        send(client, start.holder, AT_ONCE if at_once else AFTER_STEP),
-        loop.asyncio_loop,  # type: ignore[attr-defined]
-    )
+    how = AT_ONCE if at_once else AFTER_STEP
+    sending = start_on_loop(client, send(client, topic_of(start.holder), how))
     if client.asynchronous:  # this thread may be the one that sends it
         sending.add_done_callback(partial(_log_failure, url))
     else:

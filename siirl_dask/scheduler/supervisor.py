@@ -7,16 +7,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import struct
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from distributed import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
+from siirl_dask.comms.dask_internals import (
+    add_handlers,
+    connection_bytes,
+    connections_of,
+    remove_handlers,
+    remove_worker_plugin,
+    send_to_workers,
+)
 from siirl_dask.errors import PeerError
 from siirl_dask.scheduler.idle_workers import free_workers, other_runs
 from siirl_dask.scheduler.node_watch import NodeWatch
@@ -30,8 +37,6 @@ if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
 logger = logging.getLogger("siirl_dask.scheduler")
-# offset in struct tcp_info of tcpi_bytes_acked; tcpi_bytes_received follows (linux/tcp.h)
-_BYTES_ACKED = 120
 # between two counts: a connection that closes loses what it carried since the last one
 _TRAFFIC_EVERY_MS = 250.0
 # counted in that time; more make the interval longer: 1,024 workers' took 5 % of the scheduler
@@ -105,15 +110,14 @@ class Supervisor(SchedulerPlugin):
         self._merger = StepMerger.of(self._run, len(self.members)) if self._run else None
         calls = (self.abort, self.traffic, self.leave, self.ping, self.readings)
         self._handlers = {f"{self.name}-{call.__name__}": call for call in calls}
-        scheduler.handlers.update(self._handlers)
+        add_handlers(scheduler, self._handlers)
         self._timer = PeriodicCallback(self._tick, self._tick_seconds * 1000)
         self._timer.start()
 
     async def close(self) -> None:
         self._traffic.stop()
         self._timer.stop()
-        for name in self._handlers:
-            self._scheduler.handlers.pop(name, None)
+        remove_handlers(self._scheduler, self._handlers)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         if worker not in self._left_in_order:
@@ -188,7 +192,7 @@ class Supervisor(SchedulerPlugin):
         await self.close()
         self._scheduler.remove_plugin(self.name)
         try:
-            await self._scheduler.unregister_worker_plugin(comm=None, name=self.name)
+            await remove_worker_plugin(self._scheduler, self.name)
         except (
             OSError,
             ValueError,
@@ -202,10 +206,7 @@ class Supervisor(SchedulerPlugin):
     def abort(self, reason: str) -> None:
         """Stop every worker that is still connected. The driver calls this as a handler, too."""
         message = {"op": ABORT, "plugin": self.name, "reason": reason}
-        present = [
-            address for address in self.members.values() if address in self._scheduler.stream_comms
-        ]
-        self._scheduler.send_all({}, {address: [message] for address in present})
+        send_to_workers(self._scheduler, self.members.values(), message)
 
     def ping(self) -> bool:
         """Record the driver's sign of life, and return True: Dask answers None for a handler
@@ -315,7 +316,7 @@ class TrafficMeter:
         self._total = 0
         self._supported = hasattr(socket, "TCP_INFO")
         self._timer = PeriodicCallback(self._update, _TRAFFIC_EVERY_MS)
-        for comm in self._comms():  # bytes from before the start do not count
+        for comm in connections_of(scheduler):  # bytes from before the start do not count
             carried = connection_bytes(comm) if self._supported else None
             if carried is not None:
                 self._seen[comm] = carried
@@ -334,30 +335,10 @@ class TrafficMeter:
         """Add the bytes that each connection has carried since the last update."""
         if not self._supported:
             return
-        comms = list(self._comms())
+        comms = list(connections_of(self._scheduler))
         self._timer.callback_time = _TRAFFIC_EVERY_MS * max(1.0, len(comms) / _CONNECTIONS)
         for comm in comms:
             carried = connection_bytes(comm)
             if carried is not None:
                 self._total += carried - self._seen.get(comm, 0)
                 self._seen[comm] = carried
-
-    def _comms(self) -> Iterable[Any]:
-        yield from self._scheduler._comms  # opened by others to the scheduler
-        for comms in (
-            *self._scheduler.rpc.available.values(),
-            *self._scheduler.rpc.occupied.values(),
-        ):
-            yield from comms
-
-
-def connection_bytes(comm: Any) -> int | None:
-    """Return the bytes over a connection so far, both ways; None where they cannot be counted."""
-    stream = getattr(comm, "stream", None)
-    if stream is None or stream.closed():
-        return None
-    info = stream.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 16)
-    if len(info) < _BYTES_ACKED + 16:
-        return None
-    acked, received = struct.unpack_from("QQ", info, _BYTES_ACKED)
-    return int(acked + received)

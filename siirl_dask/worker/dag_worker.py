@@ -19,6 +19,7 @@ from distributed import WorkerPlugin
 from distributed.metrics import context_meter
 from siirl_storage import set_retry_seconds
 
+from siirl_dask.comms.dask_internals import handle_messages, plugin_of, releases_of
 from siirl_dask.context import Device, Rank
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request
 from siirl_dask.devices.accelerator import name_if_faster_in_bfloat16
@@ -64,8 +65,6 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 logger = logging.getLogger("siirl_dask.worker")
-# in the worker's extensions: the runs that hold anything in its process
-_RELEASES = "siirl-releases"
 _PATIENCE = 2.0  # seconds for a task to notice that its run was stopped
 _STUCK_AFTER = 3.0  # seconds after which it may wait for a peer that stands still
 
@@ -98,7 +97,7 @@ class DAGWorker(WorkerPlugin):
         set_retry_seconds(self.spec.retry_seconds)
         self.worker_name = str(worker.name)
         self._worker = worker
-        self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
+        self._loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self.stop = StopFlag()
         self.task_order = TaskOrder(self.stop)
         self.tracing = Tracing(self.spec, self.worker_name)
@@ -115,12 +114,12 @@ class DAGWorker(WorkerPlugin):
             self.spec.resume_from.positions if self.spec.resume_from else {}
         )
         self.release = Release(self._free)
-        releases: list[Release] = worker.extensions.setdefault(_RELEASES, [])
+        releases: list[Release] = releases_of(worker)
         self._earlier_releases = list(releases)
         releases.append(self.release)
         if self.spec.members.get(self.worker_name) != worker.address:
             return  # a worker that joined or reconnected after the start is not part of this run
-        worker.stream_handlers[ABORT] = partial(_on_abort_message, worker)
+        handle_messages(worker, ABORT, partial(_on_abort_message, worker))
         self._phases = deserialize_phases(self.spec.phases, list(self.spec.members))
         await self._start_data_plane(worker)
         self._heartbeats = Heartbeats(
@@ -170,7 +169,7 @@ class DAGWorker(WorkerPlugin):
             self._scheduler_watch.cancel()
         self.abort("the run is over")
         await asyncio.to_thread(self.release.end, _PATIENCE)
-        worker.extensions[_RELEASES].remove(self.release)
+        releases_of(worker).remove(self.release)
         if hasattr(self, "_plane"):
             if self._meter is not None:
                 self._meter.end(self._plane.databuffer)
@@ -231,7 +230,7 @@ class DAGWorker(WorkerPlugin):
         one follows that can be reused; None where it has built nothing here.
         """
         with self.progress.at("the wait for an earlier run to leave this process"):
-            followed = self._worker.plugins.get(self.spec.follows or "")
+            followed = plugin_of(self._worker, self.spec.follows)
             built = (
                 followed.hand_over(self.progress, self.stop)
                 if isinstance(followed, DAGWorker)
@@ -493,6 +492,6 @@ def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:
     This handler stays registered when a run is over: an abort may arrive late, and Dask closes a
     worker that has no handler for a message.
     """
-    running = worker.plugins.get(plugin)
+    running = plugin_of(worker, plugin)
     if isinstance(running, DAGWorker):
         running.abort(reason)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import psutil  # type: ignore[import-untyped]  # Dask needs it
 from distributed import get_worker
 
+from siirl_dask.comms.dask_internals import plugin_of
 from siirl_dask.errors import Aborted
 from siirl_dask.planner import Iteration, Phase
 from siirl_dask.worker.named_errors import portable
@@ -63,13 +64,13 @@ def finish_worker(plugin: str, number: int) -> None:
 
 def port_of(plugin: str, dask_worker: Worker) -> int:
     """Return the port where the worker listens for its peers. Runs on the worker's event loop."""
-    running: DAGWorker = dask_worker.plugins[plugin]  # type: ignore[assignment]  # its name is the run's
+    running: DAGWorker = plugin_of(dask_worker, plugin)
     return running.port
 
 
 def describe_position(plugin: str, dask_worker: Worker) -> str:
     """Return a description of where the worker's task is. Runs on the worker's event loop."""
-    running: DAGWorker | None = dask_worker.plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
+    running: DAGWorker | None = plugin_of(dask_worker, plugin)
     return "a task of a run that has left it" if running is None else running.position()
 
 
@@ -77,7 +78,7 @@ def describe_wait(plugin: str, dask_worker: Worker) -> dict[str, object]:
     """Return where the worker's task is, whom it waits for, and its stacks. Runs on the worker's
     event loop.
     """
-    running: DAGWorker | None = dask_worker.plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
+    running: DAGWorker | None = plugin_of(dask_worker, plugin)
     if running is None:
         return {"place": "", "waits": False, "owed": [], "stacks": []}
     return running.describe_wait()
@@ -87,7 +88,7 @@ def beats_inside(plugin: str, dask_worker: Worker) -> int | None:
     """Return the number of beats of the run's task, None if none is running. Runs on the event
     loop.
     """
-    running: DAGWorker | None = dask_worker.plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
+    running: DAGWorker | None = plugin_of(dask_worker, plugin)
     return None if running is None else running.beats_inside()
 
 
@@ -103,12 +104,12 @@ def models_of(plugin: str, dask_worker: Worker) -> list[str]:
     """Return the roles with a state that the worker has built at their first use. Runs on the
     worker's event loop.
     """
-    running: DAGWorker = dask_worker.plugins[plugin]  # type: ignore[assignment]  # its name is the run's
+    running: DAGWorker = plugin_of(dask_worker, plugin)
     return running.models_used()
 
 
 def _run_task(plugin: str, number: int, work: Callable[[DAGWorker], None]) -> None:
-    running: DAGWorker | None = get_worker().plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
+    running: DAGWorker | None = plugin_of(get_worker(), plugin)
     if running is None:
         raise Aborted(
             f"the driver gave no sign of life: the run was taken off worker {get_worker().name!r}"

@@ -25,11 +25,12 @@ from distributed.comm.addressing import (
     unparse_address,
     unparse_host_port,
 )
-from distributed.comm.core import CommClosedError, FatalCommClosedError, connect, listen
+from distributed.comm.core import CommClosedError, connect, listen
 
 from siirl_dask.comms import wire
 from siirl_dask.comms.access import NetworkAccess
 from siirl_dask.comms.backends import register
+from siirl_dask.comms.dask_internals import FatalCommClosedError
 from siirl_dask.comms.proofs import Side
 from siirl_dask.comms.rows_comm import RowsComm
 from siirl_dask.comms.sockets import Scheme, open_socket, peer_process

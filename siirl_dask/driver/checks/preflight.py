@@ -13,7 +13,7 @@ from inspect import signature
 
 from siirl_storage import StorageError
 
-from siirl_dask.config import Config, DevicePreference, RolloutConfig
+from siirl_dask.config import ClusterConfig, Config, DevicePreference, RolloutConfig
 from siirl_dask.context import DeviceKind
 from siirl_dask.coordinator.source import Source, open_source
 from siirl_dask.devices.accelerator import visible_devices
@@ -81,6 +81,8 @@ def check(config: Config, phases: Phases, *, is_plan: bool = False) -> Checked:
         from siirl_dask.driver.clusters.deployment import check_spec
 
         check_spec(config.cluster.spec)
+    if config.cluster.resources and not is_plan:
+        _check_resources(config.cluster)
     serialize_phases(phases)
     for phase_plan, _ in phases.values():
         for node in phase_plan.dag.nodes:
@@ -133,6 +135,14 @@ def _notes_on_rows(phases: Phases) -> list[str]:
         if all(source.table or exists(source.url) for source in dataset.sources):
             notes += check_rows(dataset, answered=may_be_answered(plan.dag))
     return list(dict.fromkeys(notes))
+
+
+def _check_resources(cluster: ClusterConfig) -> None:
+    if not cluster.exists and not cluster.spec:
+        raise ConfigError(
+            f"cluster.resources={cluster.resources}: workers that the run starts on this machine "
+            "have no resources; name a cluster whose workers have them, or leave it out"
+        )
 
 
 def _check_lone_samples(dag: DAG) -> None:

@@ -4,7 +4,6 @@ driver's thread.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 from dask.base import annotate
 from distributed import Client, Future
 
+from siirl_dask.comms.dask_internals import start_on_loop
 from siirl_dask.worker.tasks import task_group
 
 T = TypeVar("T")
@@ -35,9 +35,7 @@ def complete(
     async def work() -> T:
         return await call()
 
-    loop = client.loop
-    assert loop is not None  # only an asynchronous client has no loop of its own
-    calling = asyncio.run_coroutine_threadsafe(work(), loop.asyncio_loop)  # type: ignore[attr-defined]
+    calling = start_on_loop(client, work())
     deadline = time.monotonic() + timeout
     try:
         while not wait([calling], SLICE).done:
@@ -59,20 +57,25 @@ def submit(
     function: Callable[..., None],
     *,
     turn: int,
+    resources: Mapping[str, float] | None = None,
     **arguments: Any,
 ) -> dict[str, Future[Any]]:
     """Submit one task to each worker, pinned to it; all of them as one graph, of which none waits
     for another.
 
     A worker runs its tasks in the order of ``turn``, without a message from the scheduler between
-    two steps. Dask's pages show the tasks as ``siirl-train``, by ``what`` they do, and in a span of
-    that within one of the ``run``. There is no span for each step: Dask forgets none.
+    two steps. Each claims ``resources`` of its worker while it runs. Dask's pages show the tasks as
+    ``siirl-train``, by ``what`` they do, and in a span of that within one of the ``run``. There is
+    no span for each step: Dask forgets none.
     """
     group = task_group(plugin, what)
     keys = {(group, turn, worker): address for worker, address in members.items()}
     span = {"name": (run, what), "ids": (plugin, group)}
     # the scheduler asks the former for each key
-    with annotate(workers=keys.__getitem__, span=span):
+    annotations: dict[str, Any] = {"workers": keys.__getitem__, "span": span}
+    if resources:
+        annotations["resources"] = dict(resources)
+    with annotate(**annotations):
         futures = client.map(
             function,
             [plugin] * len(members),

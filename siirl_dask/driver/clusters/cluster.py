@@ -16,8 +16,10 @@ from multiprocessing import resource_tracker
 import dask
 from distributed import Client, LocalCluster, Nanny, Security, Status
 
+from siirl_dask.comms.dask_internals import processes_of
 from siirl_dask.config import ClusterConfig, Config, DevicePreference
 from siirl_dask.devices.kinds import NO_ACCELERATORS
+from siirl_dask.driver.clusters.adaptive import HINT, want_workers
 from siirl_dask.driver.clusters.deployment import deployed
 from siirl_dask.driver.clusters.nanny import NamelessNanny, main_not_imported
 from siirl_dask.driver.clusters.scheduler_file import address_in, read_address
@@ -113,7 +115,7 @@ def _close(cluster: LocalCluster, patience: float) -> None:
     """Close the cluster; workers that are busy for more than ``patience`` seconds are killed, so
     none is left over.
     """
-    nannies = list(cluster.workers.values())
+    nannies: list[Nanny] = processes_of(cluster)
     loop = cluster.loop
     assert loop is not None  # only a client without a loop of its own has none
     # it logs connections to killed workers, with tracebacks, and may do so after the cluster's
@@ -210,6 +212,7 @@ def reconnect(
     try:
         limit = ("cluster.scheduler_timeout", max(0.0, deadline - time.monotonic()))
         with scheduler_guard(client, cluster):
+            want_workers(client, cluster)
             wait_for_workers(
                 client,
                 cluster,
@@ -291,7 +294,8 @@ def _existing(
         raise ConfigError(message + (hint if "tls" in message.lower() else "")) from error
     try:
         with scheduler_guard(client, cluster):
-            wait_for_workers(client, cluster, progress, check)
+            want_workers(client, cluster)
+            wait_for_workers(client, cluster, progress, check, HINT)
         yield client
     finally:
         # a scheduler that is cut off does not answer

@@ -19,10 +19,17 @@ from inspect import isclass, signature
 from typing import Any, get_type_hints
 
 import dask
-from dask.utils import parse_timedelta
 from distributed import Client, SpecCluster, Status
 from distributed.deploy.cluster import Cluster
 
+from siirl_dask.comms.dask_internals import (
+    can_scale,
+    jobs_without_workers,
+    parse_timedelta,
+    processes_of,
+    scale,
+    start_on_loop,
+)
 from siirl_dask.config import ClusterConfig
 from siirl_dask.config.file import ClusterSpec, read_cluster_spec
 from siirl_dask.driver.clusters.wait_for_workers import wait_for_workers
@@ -110,13 +117,9 @@ async def _forget(cluster: SpecCluster, lost: Collection[str]) -> None:
     """End and forget each job of which no worker is left: Dask does so by itself only where a
     job has a single one.
     """
-    present = {str(info["name"]) for info in cluster.scheduler_info["workers"].values()}
-    for job, spec in list(cluster.worker_spec.items()):
-        names = {f"{job}{suffix}" for suffix in spec.get("group", ("",))}
-        if job not in cluster.workers or names.isdisjoint(lost) or not names.isdisjoint(present):
-            continue
+    for job, process in jobs_without_workers(cluster, lost):
         try:
-            await cluster.workers.pop(job).close()
+            await process.close()
         except Exception as error:  # whatever the command that ends a job gives
             logger.warning(
                 "%s cannot end the job %s, whose workers are lost: %s", cluster.name, job, error
@@ -274,38 +277,18 @@ def _scale(cluster: Cluster, workers: int) -> Future[None]:
     """
     done = Future[None]()
     done.set_result(None)
-    if not cluster._supports_scaling:
+    if not can_scale(cluster):
         return done
     if not isinstance(cluster, SpecCluster):
         cluster.scale(workers)
         return done
-
-    async def grow() -> None:
-        # before scale(), which calls it as well, and would log its errors
-        corrected = cluster._correct_state()
-        cluster.scale(workers)
-        try:
-            await corrected
-        except Exception:
-            # the errors of other workers: one is shown
-            asyncio.get_running_loop().set_exception_handler(_ignore)
-            for worker in cluster.workers.values():
-                # Dask's close() insists on a status, and gives none to these
-                worker.status = Status.failed
-            raise
-
-    assert cluster.loop is not None  # only a client without a loop of its own has none
-    return asyncio.run_coroutine_threadsafe(grow(), cluster.loop.asyncio_loop)  # type: ignore[attr-defined]
-
-
-def _ignore(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    pass
+    return start_on_loop(cluster, scale(cluster, workers))
 
 
 def _hint(spec: ClusterSpec, cluster: Cluster) -> str:
     """Return where to look when workers do not start."""
     hint = f": {spec.class_name} starts them"
-    if not cluster._supports_scaling:
+    if not can_scale(cluster):
         hint += ", as many as its kwargs name and no more"
     folder = spec.kwargs.get("log_directory")
     if folder is not None:
@@ -317,7 +300,7 @@ def no_replacement(spec: str, cluster: Cluster) -> str:
     """Return advice for a class that starts no worker in place of a lost one; an empty text for
     any other.
     """
-    if cluster._supports_scaling:
+    if can_scale(cluster):
         return ""
     return (
         f": the class of cluster.spec={spec!r} starts none in place of a lost one; start one with "
@@ -341,7 +324,6 @@ def _close(cluster: Cluster) -> None:
         cluster.sync(_end_workers, cluster, callback_timeout=_CLOSE_TIMEOUT)
 
 
-async def _end_workers(cluster: Any) -> None:
+async def _end_workers(cluster: Cluster) -> None:
     """End each job or process of the cluster by its own means, such as scancel."""
-    workers = getattr(cluster, "workers", {}).values()
-    await asyncio.gather(*(worker.close() for worker in workers))
+    await asyncio.gather(*(process.close() for process in processes_of(cluster)))

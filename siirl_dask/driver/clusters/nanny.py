@@ -15,6 +15,8 @@ from typing import Any
 
 from distributed import Nanny, Status
 
+from siirl_dask.comms.dask_internals import queues_of
+
 # as distributed.nanny names the processes that it starts
 _WORKER = "Dask Worker process (from Nanny)"
 
@@ -29,9 +31,8 @@ class NamelessNanny(Nanny):
 
     async def instantiate(self) -> Status:
         status = await super().instantiate()
-        if self.process is not None:
-            for queue in (self.process.init_result_q, self.process.child_stop_q):
-                unlink_names(queue)
+        for queue in queues_of(self):
+            unlink_names(queue)
         return status
 
 

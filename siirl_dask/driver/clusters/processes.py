@@ -14,6 +14,7 @@ from distributed import Client, Status
 from distributed.comm.addressing import get_address_host
 
 from siirl_dask.errors import ConfigError, WorkerLost
+from siirl_dask.scheduler.idle_workers import has_resources
 from siirl_dask.worker.process.report import ALIKE, SIMILAR, Report, report
 
 logger = logging.getLogger("siirl_dask.driver")
@@ -32,8 +33,14 @@ class ClusterProcess:
     report: Report | Exception
 
 
-def members(client: Client, count: int, before: Iterable[str] = ()) -> dict[str, str]:
-    """Return {name: address} of the first ``count`` workers in rank order.
+def members(
+    client: Client,
+    count: int,
+    before: Iterable[str] = (),
+    resources: Mapping[str, float] | None = None,
+) -> dict[str, str]:
+    """Return {name: address} of the first ``count`` workers in rank order, of those that have the
+    Dask ``resources``.
 
     ``before`` are the names of earlier members: those that are there have the ranks that they had.
 
@@ -43,7 +50,8 @@ def members(client: Client, count: int, before: Iterable[str] = ()) -> dict[str,
     """
     workers: dict[str, str] = {}
     for address, info in client.scheduler_info(n_workers=-1)["workers"].items():
-        if info["status"] == Status.running.name:
+        is_running = info["status"] == Status.running.name
+        if is_running and (resources is None or has_resources(info["resources"], resources)):
             workers[str(info["name"])] = address
     reports = client.run(report, on_error="return")
     ordered = rank_order(

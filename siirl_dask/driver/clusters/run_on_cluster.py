@@ -10,6 +10,7 @@ from typing import Any
 
 from distributed import Client
 
+from siirl_dask.comms.dask_internals import SchedulerRpc
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.driver.recovery.scheduler_watch import SchedulerWatch, address_of, describe_loss
 from siirl_dask.errors import SchedulerLost
@@ -168,10 +169,6 @@ class RunOnCluster:
 
     def _call(self, operation: str, timeout: float = _CALL_TIMEOUT, **arguments: Any) -> Any:
         """Call the supervisor on the scheduler."""
-
-        async def call() -> Any:
-            return await getattr(self._client.scheduler, f"{self._spec.plugin}-{operation}")(
-                **arguments
-            )
-
-        return self._client.sync(call, callback_timeout=timeout)
+        scheduler = SchedulerRpc(self._client)
+        handler = f"{self._spec.plugin}-{operation}"
+        return self._client.sync(scheduler.call, handler, callback_timeout=timeout, **arguments)

@@ -158,8 +158,9 @@ class ElasticWorkers:
         """Return {name: address} of the workers that the run may use; those that it has refused
         are left out.
         """
+        resources = self._config.cluster.resources
         free: dict[str, str] = complete(
-            client, lambda: client.run_on_scheduler(free_workers, plugin)
+            client, lambda: client.run_on_scheduler(free_workers, plugin, resources)
         )
         return {
             name: address

@@ -9,10 +9,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from distributed import Client
 
+from siirl_dask.comms.dask_internals import SchedulerRpc
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.driver.clusters.deployment import no_replacement, start_lost
@@ -53,13 +53,15 @@ class FixedWorkers:
     ) -> WorkerGroup:
         cluster = self._config.cluster
         if group is None:
-            return WorkerGroup(members(client, cluster.workers), self._config)
+            chosen = members(client, cluster.workers, resources=cluster.resources)
+            return WorkerGroup(chosen, self._config)
         # the workers of another scheduler have been waited for
         if not isinstance(failure, SchedulerLost):
             remove_unusable_workers(client, group, failure, plugin)
             hint = start_lost_workers(client, cluster, group)
             wait_for_workers(client, cluster, self._progress, hint=hint)
-        return WorkerGroup(members(client, cluster.workers, group.members), self._config)
+        chosen = members(client, cluster.workers, group.members, cluster.resources)
+        return WorkerGroup(chosen, self._config)
 
     def on_idle(self, client: Client, group: WorkerGroup, plugin: str) -> Callable[[], None] | None:
         return None
@@ -203,15 +205,7 @@ def _remove(client: Client, addresses: Sequence[str]) -> None:
 
     A worker without a nanny leaves the cluster and stays as a process.
     """
-    scheduler: Any = client.scheduler
-    remove = partial(
-        scheduler.restart_workers,
-        workers=addresses,
-        timeout=_STOP_TIMEOUT,
-        wait_for_workers=False,
-        on_error="return",
-        stimulus_id=f"siirl-dask-give-up-{time.time()}",
-    )
+    remove = partial(SchedulerRpc(client).end_workers, addresses, _STOP_TIMEOUT)
     try:
         complete(client, remove, timeout=_CALL_TIMEOUT)
     except TimeoutError as error:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from distributed import Client
 
+from siirl_dask.comms.dask_internals import hang_up
 from siirl_dask.config import ClusterConfig
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.driver.recovery.scheduler_watch import SchedulerWatch, address_of, describe_loss
@@ -86,15 +87,4 @@ class _Guard:
 
     def _set_reason(self, address: str, reason: str | None) -> None:
         self._end.set_result(describe_loss(address, self._patience, reason))
-        self._disconnecting = asyncio.create_task(_disconnect(self._client))
-
-
-async def _disconnect(client: Client) -> None:
-    """End calls and futures that wait for the scheduler; Dask cancels futures only while it is
-    connected.
-    """
-    for state in client.futures.values():
-        state.cancel(reason="scheduler-connection-lost", msg="The run has given the scheduler up.")
-    if client.scheduler_comm is not None:
-        client.scheduler_comm.abort()
-    await client.rpc.close()
+        self._disconnecting = asyncio.create_task(hang_up(self._client))

@@ -8,11 +8,11 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
 
 from distributed import Client
 from distributed.comm.addressing import parse_host_port
 
+from siirl_dask.comms.dask_internals import SchedulerRpc, start_on_loop
 from siirl_dask.coordinator.transport.peers import answers
 from siirl_dask.worker.monitoring.scheduler_patience import least_patience
 
@@ -27,8 +27,7 @@ _CONNECT_TIMEOUT = 1.0  # seconds for a connection to be accepted or refused
 
 def address_of(client: Client) -> str:
     """Return the address of a client's scheduler."""
-    assert client.scheduler is not None  # only a client that is closed has none
-    return str(client.scheduler.address)
+    return SchedulerRpc(client).address
 
 
 def describe_loss(address: str, patience: float, reason: str | None) -> str:
@@ -69,14 +68,12 @@ class SchedulerWatch:
         self._watching: Future[None] | None = None
         self._first_identity = ""
         self._other_answered = False
-        self._scheduler: Any = None
+        self._scheduler: SchedulerRpc
 
     def start(self) -> None:
         """Begin to ping."""
-        loop = self._client.loop
-        self._scheduler = self._client.scheduler
-        assert loop is not None  # only an asynchronous client has no loop of its own
-        self._watching = asyncio.run_coroutine_threadsafe(self._watch(), loop.asyncio_loop)  # type: ignore[attr-defined]
+        self._scheduler = SchedulerRpc(self._client)
+        self._watching = start_on_loop(self._client, self._watch())
 
     def stop(self) -> None:
         """Stop pinging."""
@@ -122,7 +119,7 @@ class SchedulerWatch:
         answer: bool | None = None
         try:
             if self._ping_name is not None:
-                answer = await getattr(self._scheduler, self._ping_name)()
+                answer = await self._scheduler.call(self._ping_name)
         except _NO_CONNECTION:
             return False
         if answer is True:

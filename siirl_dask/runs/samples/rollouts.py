@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,7 +37,7 @@ _NAME = re.compile(r"\w[\w-]*")
 # a column of this name lets DuckDB leave out files before it opens them; the virtual one does not
 _PATH = "__path__"
 _FOLDER = r"/step=(\d+)/[^/]*$"
-_LITTLE = "SET threads = 1; SET memory_limit = '1GB'; SET enable_progress_bar = false"
+_LITTLE = "SET threads = 1; SET memory_limit = '1GB'"
 """Settings for somebody else's process, such as a scheduler's."""
 _WRITER = r"part-(\d{4,})-\d{5,}\.\w+$"
 _PAUSE = 0.1  # seconds between two requests to end a query
@@ -248,8 +248,10 @@ def _opened(
 
     with duckdb.connect() as connection:
         make_known(connection, fs)
-        if not sys.stdout.isatty():
-            connection.execute("SET enable_progress_bar = false")  # it is drawn on stdout
+        if settings or not sys.stdout.isatty():
+            # it is drawn on stdout; in a notebook without ipywidgets it cannot be changed, nor drawn
+            with suppress(duckdb.InvalidInputException):
+                connection.execute("SET enable_progress_bar = false")
         if settings:
             connection.execute(settings)
         confine(connection, fs, root)

@@ -1,7 +1,6 @@
 """Puts the page on a scheduler that runs, and takes what drivers and workers tell.
 
-Dask has no public way to add a page to a dashboard that is up: ``add_page`` uses internal names of
-distributed's, which ``tests/views/dashboard/test_page.py`` holds it to.
+Dask has no public way to add a page to a dashboard that is up: see ``siirl_dask.comms.dask_internals``.
 """
 
 from __future__ import annotations
@@ -16,6 +15,12 @@ import dask
 from distributed import SchedulerPlugin
 from tornado.ioloop import IOLoop
 
+from siirl_dask.comms.dask_internals import (
+    add_dashboard_page,
+    add_handlers,
+    dashboards_of,
+    page_template,
+)
 from siirl_dask.views.dashboard.origins import ANY, refuse_other_sites
 from siirl_dask.views.dashboard.store import RunStore
 
@@ -42,11 +47,8 @@ class PagePlugin(SchedulerPlugin):
     async def start(self, scheduler: Scheduler) -> None:
         self.store = RunStore()
         self.shown = False
-        scheduler.handlers |= {
-            f"{NAME}-begin": self.begin,
-            f"{NAME}-record": self.record,
-            f"{NAME}-end": self.end,
-        }
+        calls = (self.begin, self.record, self.end)
+        add_handlers(scheduler, {f"{NAME}-{call.__name__}": call for call in calls})
         try:
             self.shown = add_page(scheduler, self.store)
         except Exception as error:  # another version of Dask's internals: a run needs no page
@@ -92,37 +94,28 @@ def add_page(scheduler: Scheduler, store: RunStore) -> bool:
     """
     try:
         from bokeh.server.tornado import BokehTornado
-        from distributed.dashboard.core import BokehApplication
-        from distributed.dashboard.scheduler import template_variables
-    except ImportError:  # no Bokeh, or one that Dask does not take
+    except ImportError:
         return False
-    dashboards = [
-        app for app in scheduler.http_application.applications if isinstance(app, BokehTornado)
-    ]
+    dashboards = dashboards_of(scheduler, BokehTornado)
     if not dashboards:
         return False
 
     def document(scheduler: Scheduler, extra: Mapping[str, Any], doc: Any) -> None:
         # here: a second of imports that few schedulers need
-        from distributed.dashboard.components.scheduler import env
-
         from siirl_dask.views.dashboard.page import show_page
         from siirl_dask.views.dashboard.scheduler_source import SchedulerSource
         from siirl_dask.views.dashboard.style import TEMPLATE
 
-        show_page(SchedulerSource(scheduler, store), env.from_string(TEMPLATE), extra, doc)
+        show_page(SchedulerSource(scheduler, store), page_template(TEMPLATE), extra, doc)
 
-    variables = template_variables(scheduler)
-    if PATH not in variables["pages"]:
-        variables["pages"].insert(0, PATH)
-    app = BokehApplication(
-        {f"/{PATH}": document}, scheduler, prefix=dashboards[0].prefix, template_variables=variables
-    )
+    try:
+        app = add_dashboard_page(scheduler, PATH, dashboards[0].prefix, document)
+    except ImportError:  # Bokeh is there, and is one that Dask does not take
+        return False
     named = dask.config.get(
         "distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin"
     )
     refuse_other_sites(app, [str(host).lower() for host in named if host != ANY])
-    scheduler.http_application.add_application(app)
     app.initialize(IOLoop.current())
     app.start()
     return True

@@ -78,7 +78,7 @@ def cores_of_worker(
     may use, by ``neighbours``, the number of workers at its address. A container's quota is divided
     by that as well. To be called before the process is bound.
     """
-    from dask.system import CPU_COUNT  # topologies are read without Dask, too
+    from siirl_dask.comms.dask_internals import cpu_count  # topologies are read without Dask, too
 
     usable = given_cpus()
     near = _near(visible_to[worker], devices[worker])
@@ -86,8 +86,9 @@ def cores_of_worker(
         cores = count_cores(near, root) // len(_sharers(worker, visible_to, devices))
     else:
         cores = count_cores(usable, root) // neighbours
-    if len(usable) > CPU_COUNT:  # a container's quota, which affinity does not show
-        cores = min(cores, CPU_COUNT // neighbours)
+    quota = cpu_count()
+    if len(usable) > quota:  # a container's, which affinity does not show
+        cores = min(cores, quota // neighbours)
     return max(1, cores)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from siirl_dask.comms.dask_internals import clock_offset, heartbeat_metrics
 from siirl_dask.context import Device
 from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.monitoring.tracing import Tracing
@@ -38,7 +39,7 @@ class Heartbeats:
         """``plugin`` names the run's entries; ``device`` returns the worker's device once it is
         known.
         """
-        self._metrics = worker.metrics
+        self._metrics = heartbeat_metrics(worker)
         self._plugin = plugin
         self._progress = progress
         self._tracing = tracing
@@ -61,7 +62,7 @@ class Heartbeats:
         """Return the progress. The heartbeat before has compared this host's clock with the
         scheduler's.
         """
-        self._tracing.add_clock_sample(worker.scheduler_delay)
+        self._tracing.add_clock_sample(clock_offset(worker))
         return self._progress.read()
 
     def _work(self, worker: Worker) -> dict[str, Any]:
