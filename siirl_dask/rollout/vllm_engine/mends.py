@@ -14,6 +14,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.models.transformers import base as of_transformers
 
 _MENDED = "_siirl_takes_heads"  # attribute of the function
+_DECORATE = "support_torch_compile"
 
 
 def rotate_heads_on_cpus() -> None:
@@ -64,14 +65,17 @@ class SeparateClasses:
     def __init__(self) -> None:
         self._before: dict[type[nn.Module], tuple[tuple[type, ...], Mapping[str, Any]]] = {}
         self._own: dict[type[nn.Module], type[nn.Module]] = {}
-        self._decorate: Callable[..., Any] = of_transformers.support_torch_compile
+        # a release that changes no classes there has no such function
+        self._decorate: Callable[..., Any] | None = getattr(of_transformers, _DECORATE, None)
 
     def __enter__(self) -> SeparateClasses:
-        of_transformers.support_torch_compile = self._noting
+        if self._decorate is not None:
+            setattr(of_transformers, _DECORATE, self._noting)
         return self
 
     def __exit__(self, *error: object) -> None:
-        of_transformers.support_torch_compile = self._decorate
+        if self._decorate is not None:
+            setattr(of_transformers, _DECORATE, self._decorate)
         for changed, (bases, attributes) in self._before.items():
             for name in _changed(changed, attributes):
                 if name in attributes:
@@ -88,6 +92,7 @@ class SeparateClasses:
                 module.__class__ = self._like(changed)
 
     def _noting(self, **options: Any) -> Any:
+        assert self._decorate is not None
         decorate = self._decorate(**options)
 
         def decorate_noted(changed: type[nn.Module]) -> Any:
