@@ -18,7 +18,7 @@ from siirl_storage import open_fs
 from siirl_dask.comms.dask_internals import start_on_loop
 from siirl_dask.config.file import ConfigSource
 from siirl_dask.driver.caller import RunCaller, StopRequest, scheduler_address
-from siirl_dask.driver.cluster_driver import ClusterDriver
+from siirl_dask.driver.clusters.driver_task import ClusterDriver
 from siirl_dask.driver.feed import RunFeed
 from siirl_dask.driver.handle import RunHandle
 from siirl_dask.driver.remote_stop import AFTER_STEP, AT_ONCE, send, topic_of
