@@ -147,8 +147,15 @@ def recorded(folder, kind=DeviceKind.CUDA, **rollout):
     model = ModelConfig(path=str(folder), dtype=Dtype.float32)
     engine = Recorded(model, rollout_config(engine=Engine.vllm, **rollout), Device("w", kind))
     weights = load_file(folder / "model.safetensors")
-    reload = [f"reload_weights of {len(weights)}", "forget prefixes", "forget images"]
+    reload = [f"reload_weights of {len(weights)}", "forget prefixes"]
     return engine, weights, reload
+
+
+def test_features_of_images_that_older_weights_have_made_are_forgotten(folder):
+    engine, weights, reload = recorded(folder)
+    engine.processor = object()  # as of an engine whose prompts may show images
+    engine.load_weights(weights.items(), 1)
+    assert engine.calls() == [*reload, "forget images"]
 
 
 def generate(engine):
@@ -239,7 +246,7 @@ def test_adapters_wake_the_weights_that_the_host_kept_and_are_named_in_each_requ
     engine.sleep(weights_follow=True)
     engine.load_adapters(adapters.items(), 2.0, 1)
     engine._admit(queue, {})
-    assert engine.calls() == ["sleep 1", "wake weights", "forget prefixes", "forget images"]
+    assert engine.calls() == ["sleep 1", "wake weights", "forget prefixes"]
     before, (given), *after = put
     assert before is None
     assert (list(given["adapters"]), given["scaling"]) == ([name], 2.0)
