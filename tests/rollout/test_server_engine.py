@@ -23,11 +23,11 @@ from siirl_dask.testing.reference_model import PROMPTS, assert_agrees_with_train
 from tests.rollout.vllm_servers import VllmServer, servers
 from tests.settings import rollout_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 DEVICE = Device("w0")
 
 
-def engine_of(folder, urls, weights, rank=Rank(), patience=120.0, **settings):  # noqa: B008
+def engine_of(folder, urls, weights, rank=Rank(), patience=300.0, **settings):  # noqa: B008
     server = ServerConfig(urls=urls, weights_folder=str(weights), patience=patience)
     rollout = RolloutConfig(engine=Engine.server, max_rows=50, server=server, **settings)
     model = ModelConfig(path=str(folder), dtype=Dtype.float32)
