@@ -77,7 +77,7 @@ class AttemptFolder:
 
     def numbers(self) -> list[int]:
         """Return the numbers of attempts that have a record, in any order."""
-        return [int(matched[1]) for name in self.names() if (matched := _RECORD.fullmatch(name))]
+        return self._numbers_in(_RECORD)
 
     def newest(self) -> int:
         """Return the highest of these numbers; 0 if there is none."""
@@ -85,7 +85,11 @@ class AttemptFolder:
 
     def beat_numbers(self) -> list[int]:
         """Return the numbers of attempts that have given signs of life, in any order."""
-        return [int(matched[1]) for name in self.names() if (matched := _BEAT.fullmatch(name))]
+        return self._numbers_in(_BEAT)
+
+    def _numbers_in(self, pattern: re.Pattern[str]) -> list[int]:
+        found = map(pattern.fullmatch, self.names())
+        return [int(matched[1]) for matched in found if matched is not None]
 
     def records(self) -> dict[int, tuple[object, ...] | None]:
         """Return for each attempt that has a record what the store says of it; None where that

@@ -5,6 +5,7 @@ what a server may answer, files of weights, and a server that comes and goes.
 import asyncio
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -189,6 +190,17 @@ def test_weights_are_written_in_buckets_and_what_dead_engines_left_is_removed(tm
     assert not newer.exists()
     second.close()
     third.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_engines_that_start_together_leave_each_others_folders_alone(tmp_path):
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(20):
+            made = [threads.submit(WeightFolder, str(tmp_path), 900) for _ in range(8)]
+            folders = [each.result() for each in made]
+            assert len(list(tmp_path.glob("siirl-weights-*"))) == 8
+            for folder in folders:
+                folder.close()
     assert not list(tmp_path.iterdir())
 
 

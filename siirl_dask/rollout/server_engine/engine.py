@@ -29,10 +29,10 @@ from siirl_dask.rollout.engine import (
     Sampling,
     Tokenizer,
     check_no_images,
-    check_prompts,
     serve_all,
 )
 from siirl_dask.rollout.model_folder import read_model_folder
+from siirl_dask.rollout.request_room import check_room
 from siirl_dask.rollout.server_engine.answers import read_answer
 from siirl_dask.rollout.server_engine.balance import choose_server
 from siirl_dask.rollout.server_engine.connection import EXTENSION, Server, ServerFacts
@@ -43,6 +43,9 @@ from siirl_dask.rollout.weight_loading import Replacement
 
 _STARTED_WITH = "default"
 """vLLM's label of the weights that a server started with."""
+_ROOM = "the servers have"
+_MORE_ROOM = "start them with a larger --max-model-len"
+"""Words of the error for requests that are too long."""
 
 
 class ServerEngine(MergesAdapters, HoldsNoGroups):
@@ -167,7 +170,7 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
     async def _ask(self, request: GenerationRequest) -> Generation:
         """Return the response of one request, of the weights in use."""
         check_no_images([request])
-        self._check_room(request)
+        check_room(request, self.context_length, _ROOM, _MORE_ROOM)
         body = {
             "token_ids": list(request.prompt),
             "sampling_params": row_parameters(
@@ -197,21 +200,6 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
                     f"expected were {self._label!r}; a server is for one run, and one engine of it"
                 )
             await self._load(server)
-
-    def _check_room(self, request: GenerationRequest) -> None:
-        """Raise ConfigError for a request whose prompt and response may be longer than a server
-        takes.
-        """
-        check_prompts([request.prompt])
-        length = len(request.prompt)
-        max_tokens = request.sampling.max_tokens
-        if self.context_length is not None and length + max_tokens > self.context_length:
-            raise ConfigError(
-                f"rollout.max_response_length={max_tokens}: with a prompt of "
-                f"{counted(length, 'token')} more than the {self.context_length} that the servers "
-                "take; lower it or data.max_prompt_length, or start them with a larger "
-                "--max-model-len"
-            )
 
     def _run(self, coroutine: Any) -> Any:
         return self._loop.run_until_complete(coroutine)

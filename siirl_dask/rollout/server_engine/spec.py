@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from siirl_dask.config import ImagesConfig, Sampler
+from siirl_dask.config import Sampler
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.models.longest_row import check_frequencies_are_pinned
 from siirl_dask.rollout.engine import RolloutEngine
@@ -14,7 +14,6 @@ from siirl_dask.rollout.specs import (
     EngineMemory,
     EngineRole,
     EngineSpec,
-    alternatives,
 )
 from siirl_dask.rollout.vllm_engine.other_logprobs import check_logprobs_of_vllm
 from siirl_dask.rollout.vllm_engine.row_parameters import check_samplings
@@ -23,7 +22,7 @@ _NAME = "server"
 
 
 def _check(role: EngineRole) -> Sequence[str]:
-    """Raise ConfigError for fewer servers than workers, for images, for a model of which vLLM
+    """Raise ConfigError for fewer servers than workers, for a model of which vLLM
     computes something else than the trainer, and for sampling whose log-probs vLLM's own sampler
     does not report.
     """
@@ -35,7 +34,6 @@ def _check(role: EngineRole) -> Sequence[str]:
             "of its own; start more of them, or place the role that generates on fewer workers "
             "(cluster.placement)"
         )
-    _check_no_images(role.images)
     check_logprobs_of_vllm(role.model.path, role.longest)
     check_frequencies_are_pinned(role.model)
     if role.rollout.sampler is Sampler.vllm:
@@ -46,17 +44,7 @@ def _check(role: EngineRole) -> Sequence[str]:
     )
 
 
-def _check_no_images(images: ImagesConfig | None) -> None:
-    """Raise ConfigError for prompts with images, which are not sent to servers."""
-    if images is not None and images.used:
-        raise ConfigError(
-            f"rollout.engine=server with {images.source}: images are not sent to servers; take "
-            f"{alternatives(_NAME, lambda abilities: abilities.images)}"
-        )
-
-
 def _build(inputs: EngineInputs) -> RolloutEngine:
-    _check_no_images(inputs.images)
     # imports torch and transformers
     from siirl_dask.rollout.server_engine.engine import ServerEngine
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from siirl_dask.errors import ConfigError
 
 _PREFIX = "siirl-weights-"
-_LOCK = "lock"
 
 
 class WeightFolder:
@@ -31,10 +30,12 @@ class WeightFolder:
         """
         self._bucket = bucket
         self._path = Path(shared) / f"{_PREFIX}{uuid4().hex}"
+        self._lock = _lock_of(self._path)
         try:
-            self._path.mkdir(parents=True)
-            self._lock = FileLock(self._path / _LOCK)
+            Path(shared).mkdir(parents=True, exist_ok=True)
+            # before the folder is there: other engines remove folders without an owner
             self._lock.acquire(blocking=False)
+            self._path.mkdir()
             _remove_abandoned(Path(shared))
         except OSError as error:
             raise ConfigError(
@@ -69,19 +70,27 @@ class WeightFolder:
                 shutil.rmtree(other)
 
     def close(self) -> None:
-        self._lock.release()
-        shutil.rmtree(self._path, ignore_errors=True)
+        _remove(self._path, self._lock)
+
+
+def _lock_of(folder: Path) -> FileLock:
+    """Return the lock that the owner of a folder holds, which is a file beside it."""
+    return FileLock(folder.with_name(f".{folder.name}.lock"))
+
+
+def _remove(folder: Path, lock: FileLock) -> None:
+    """Remove a folder and its lock, which this process holds."""
+    shutil.rmtree(folder, ignore_errors=True)
+    lock.release()
+    Path(lock.lock_file).unlink(missing_ok=True)
 
 
 def _remove_abandoned(shared: Path) -> None:
     """Remove the folders of engines that are gone."""
     for folder in shared.glob(f"{_PREFIX}*"):
-        lock = FileLock(folder / _LOCK)
+        lock = _lock_of(folder)
         try:
             lock.acquire(blocking=False)
-        except (Timeout, FileNotFoundError):
+        except Timeout:
             continue
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            lock.release()
+        _remove(folder, lock)

@@ -16,7 +16,7 @@ from torch import Tensor
 from siirl_dask.config import ModelConfig, RolloutConfig
 from siirl_dask.context import Device, DeviceKind, HoldsNoGroups
 from siirl_dask.devices import accelerator
-from siirl_dask.errors import ConfigError, RunError, counted
+from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout.base_weights import BaseWeights, MergesAdapters
 from siirl_dask.rollout.concurrent_requests import serve_concurrently
 from siirl_dask.rollout.engine import (
@@ -26,10 +26,10 @@ from siirl_dask.rollout.engine import (
     Sampling,
     Tokenizer,
     check_no_images,
-    check_prompts,
     serve_all,
 )
 from siirl_dask.rollout.model_folder import read_model_folder
+from siirl_dask.rollout.request_room import check_room
 from siirl_dask.rollout.sglang_engine.process import Ending, as_parent, load_sglang
 from siirl_dask.rollout.sglang_engine.requests import read_generation, sampling_params
 from siirl_dask.rollout.sglang_engine.settings import given_options, server_arguments
@@ -38,6 +38,9 @@ from siirl_dask.rollout.specs import alternatives
 from siirl_dask.rollout.weight_loading import Replacement
 
 _LAYER = re.compile(r".*?\.\d+\.")
+_ROOM = "SGLang has"
+_MORE_ROOM = "give more rollout.sglang.mem_fraction_static if the model can take more"
+"""Words of the error for requests that are too long."""
 
 
 class SglangEngine(MergesAdapters, HoldsNoGroups):
@@ -121,7 +124,7 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
     async def _generate(self, request: GenerationRequest) -> Generation:
         """Return the response of one request, and report progress as it grows."""
         check_no_images([request])
-        self._check_room(request)
+        check_room(request, self.context_length, _ROOM, _MORE_ROOM)
         params = sampling_params(request, self._end_tokens)
         reports = await self._engine.async_generate(
             input_ids=list(request.prompt),
@@ -139,21 +142,6 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
     def _abort(self) -> None:
         """End what is under way, after an error: SGLang does nothing else before it is idle."""
         self._engine.tokenizer_manager.abort_request(abort_all=True)
-
-    def _check_room(self, request: GenerationRequest) -> None:
-        """Raise ConfigError for a request whose prompt and response may be longer than the
-        cache.
-        """
-        check_prompts([request.prompt])
-        length = len(request.prompt)
-        max_tokens = request.sampling.max_tokens
-        if self.context_length is not None and length + max_tokens > self.context_length:
-            raise ConfigError(
-                f"rollout.max_response_length={max_tokens}: with a prompt of "
-                f"{counted(length, 'token')} more than the {self.context_length} that SGLang has "
-                "room for; lower it or data.max_prompt_length, or give more "
-                "rollout.sglang.mem_fraction_static if the model can take more"
-            )
 
     def _replace(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Hand SGLang all weights, and have it forget what others have made."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig
 from siirl_dask.context import ArrivingWeights, Device, DeviceKind, HoldsNoGroups, Rank
 from siirl_dask.devices import traits_of
-from siirl_dask.errors import ConfigError, RunError, counted
+from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.images.processor import ImageProcessor
 from siirl_dask.models.routing import needed_routing
 from siirl_dask.rollout.base_weights import Adapters, BaseWeights, MergesAdapters
@@ -31,10 +31,10 @@ from siirl_dask.rollout.engine import (
     RequestQueue,
     Sampling,
     Tokenizer,
-    check_prompts,
     serve_all,
 )
 from siirl_dask.rollout.model_folder import read_model_folder
+from siirl_dask.rollout.request_room import check_room
 from siirl_dask.rollout.vllm_engine import process as vllm_process
 from siirl_dask.rollout.vllm_engine.other_logprobs import check_logprobs_of_vllm
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks, EngineWorld
@@ -75,6 +75,11 @@ logger = logging.getLogger("siirl_dask.rollout")
 
 _OPEN: weakref.WeakSet[VllmEngine] = weakref.WeakSet()
 """Engines that have begun to start and were not closed."""
+
+
+_ROOM = "vLLM has"
+_MORE_ROOM = "give more rollout.vllm.kv_cache_memory if the model can take more"
+"""Words of the error for requests that are too long."""
 
 
 @dataclass(slots=True)
@@ -333,7 +338,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         """Pass vLLM as many requests as there is room for. Return whether any are under way."""
         room = self._max_rows - len(running)
         for ticket, request in queue.next(room, wait=not running) if room else ():
-            self._check_room(request)
+            check_room(request, self.context_length, _ROOM, _MORE_ROOM)
             name = str(next(self._numbers))
             params = request_params(
                 request.seed, request.sampling, self._end_tokens, request.begun, self._logprobs_mode
@@ -347,21 +352,6 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         """Say how full the KV cache is, and how many requests wait for room in it."""
         scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
         self._note_cache(cache_usage(scheduler), scheduler.get_request_counts()[1])
-
-    def _check_room(self, request: GenerationRequest) -> None:
-        """Raise ConfigError for a request whose prompt and response may be longer than the KV
-        cache.
-        """
-        check_prompts([request.prompt])
-        length = len(request.prompt)
-        max_tokens = request.sampling.max_tokens
-        if self.context_length is not None and length + max_tokens > self.context_length:
-            raise ConfigError(
-                f"rollout.max_response_length={max_tokens}: with a prompt of "
-                f"{counted(length, 'token')} more than the {self.context_length} that vLLM has "
-                "room for; lower it or data.max_prompt_length, or give more "
-                "rollout.vllm.kv_cache_memory if the model can take more"
-            )
 
     def _generation(self, output: RequestOutput, prompt: int) -> Generation:
         """Return vLLM's output as a Generation. RunError for a log-probability that is not

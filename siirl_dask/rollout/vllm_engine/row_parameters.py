@@ -76,11 +76,10 @@ def check_vllm_sampling(mode: str, sampling: Sampling, keys: str) -> None:
     """Raise ConfigError, which names ``keys``, for sampling whose log-probs an engine in
     ``mode`` cannot report.
     """
-    filtered = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
     if (
         sampling.temperature == 0
         or (mode == RAW and sampling.temperature == 1)
-        or (mode == PROCESSED and not filtered)
+        or (mode == PROCESSED and not sampling.filters)
     ):
         return
     reported, expected = {
