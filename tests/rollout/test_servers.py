@@ -4,6 +4,7 @@ what a server may answer, files of weights, and a server that comes and goes.
 
 import asyncio
 import json
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -33,6 +34,7 @@ from siirl_dask.rollout import (
     check_engine,
 )
 from siirl_dask.rollout.concurrent_requests import serve_concurrently
+from siirl_dask.rollout.server_engine import serve
 from siirl_dask.rollout.server_engine.answers import read_answer
 from siirl_dask.rollout.server_engine.balance import choose_server
 from siirl_dask.rollout.server_engine.connection import Server
@@ -103,6 +105,13 @@ def test_workers_have_servers_of_their_own_and_no_memory_for_the_model(digits_ta
     assert URL in " ".join(cost.notes)
     with pytest.raises(ConfigError, match="1 server, and 2 workers generate"):
         check_engine({"model": model, "rollout": rollout}, ["0", "1"], Config(model=model))
+
+
+def test_a_server_without_vllm_ends_with_the_extra_to_install(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["serve", "model"])
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="install the extra gpu or cpu"):
+        serve.main()
 
 
 def test_the_servers_command_has_what_is_needed_and_a_users_options_in_its_place():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.rollout.server_engine.connection import EXTENSION
@@ -47,6 +48,11 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit(
             "usage: python -m siirl_dask.rollout.server_engine.serve MODEL [OPTIONS OF VLLM'S SERVER]"
+        )
+    if find_spec("vllm") is None:
+        sys.exit(
+            "vLLM is not installed in this Python; install the extra gpu or cpu, as in pip install "
+            "'siirl_dask[gpu]'"
         )
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
