@@ -2,15 +2,18 @@
 theirs.
 """
 
+import json
 from contextlib import contextmanager
 
 import pytest
 
 from siirl_dask.config import EnvironmentsConfig
+from siirl_dask.config.file import shipped
 from siirl_dask.context import Device, Rank
 from siirl_dask.environments import build_environments
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.testing.environments import Answers, action
+from tests.environments.trained_rows import FIRST_SEED, imported
 
 hide()
 
@@ -67,3 +70,36 @@ def play():
     for context, player in open_now:
         player.session.__exit__(None, None, None)
         context.__exit__(None, None, None)
+
+
+@pytest.fixture
+def trained(train, tmp_path):
+    """Train three steps in an environment, on rows that are imported from ``source``; gives the
+    rows of all steps.
+    """
+
+    def start(run, name, source, *overrides, columns="[prompt, answer, seed]"):
+        table = tmp_path / "table"
+        if not table.exists():
+            imported(f"{source}&chat=false&size=24&seed={FIRST_SEED}", table)
+        finished = train(
+            run,
+            f"data.url={table}",
+            f"environments.environment={json.dumps(name)}",
+            f"environments.columns={columns}",
+            "environments.turns=3",
+            "environments.turn_tokens=2",
+            "rollout.max_response_length=400",
+            "data.max_prompt_length=900",
+            "data.batch_size=4",
+            "rollout.n=2",
+            *overrides,
+            config_file=shipped("dags/turns.yaml"),
+        )
+        return [
+            {**row, "step": step}
+            for step in (1, 2, 3)
+            for row in finished.table("rollouts", step).to_pylist()
+        ]
+
+    return start

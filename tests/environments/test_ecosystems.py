@@ -11,19 +11,23 @@ import pytest
 from siirl_storage import open_table
 
 from siirl_dask.cli import main
-from siirl_dask.config.file import shipped
-from siirl_dask.datasets.importing import ImportRequest, import_data
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.planner import resolve
 from siirl_dask.planner.spec.dag_spec import bind
-from siirl_dask.planner.spec.ecosystems import ECOSYSTEMS, ecosystem_name
+from siirl_dask.planner.spec.ecosystems import BEHIND_SERVERS, ECOSYSTEMS, ecosystem_name
 from siirl_dask.planner.spec.names import canonical
 from siirl_dask.rewards import reasoning_gym as score
 from siirl_dask.rewards.reasoning_answers import entry_text
+from tests.environments.trained_rows import (
+    FIRST_SEED,
+    imported,
+    text_of,
+    turns_of,
+    what_rows_say,
+)
 
 FUNCTIONS = Path(__file__).with_name("ecosystem_functions.py")
 OWN = f"action={FUNCTIONS}:chosen&observation={FUNCTIONS}:shown"
-FIRST_SEED = 5
 LAKE = "gymnasium:FrozenLake-v1?is_slippery=true"
 GUESS = "textarena:GuessTheNumber-v0"
 NIM = "textarena:Nim-v0?players=2"
@@ -33,11 +37,6 @@ SUM = "reasoning_gym:chain_sum?max_terms=3"
 
 def needs(name):
     pytest.importorskip(name.partition(":")[0], reason="its package is an extra")
-
-
-def imported(source, to):
-    import_data(ImportRequest(sources=[source], to=str(to)))
-    return open_table(str(to)).to_table().to_pylist()
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_an_option_without_a_value_or_given_twice_is_refused(query):
         ecosystem_name(f"gymnasium:FrozenLake-v1?{query}")
 
 
-@pytest.mark.parametrize("package", ECOSYSTEMS)
+@pytest.mark.parametrize("package", sorted({*ECOSYSTEMS} - BEHIND_SERVERS))
 def test_a_package_that_is_not_installed_is_named_with_its_extra(package, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, package, None)
     extra = package.replace("_", "-")
@@ -186,57 +185,6 @@ def test_a_wrong_option_of_an_import_is_refused(option, tmp_path, capsys):
         main(["data", "import", f"gymnasium:FrozenLake-v1?{option}", str(tmp_path / "table")])
     assert f"{option.partition('=')[0]}=" in capsys.readouterr().err
     assert not (tmp_path / "table").exists()
-
-
-@pytest.fixture
-def trained(train, tmp_path):
-    """Train three steps in an environment, on rows that are imported from ``source``; gives the
-    rows of all steps.
-    """
-
-    def start(run, name, source, *overrides, columns="[prompt, answer, seed]"):
-        table = tmp_path / "table"
-        if not table.exists():
-            imported(f"{source}&chat=false&size=24&seed={FIRST_SEED}", table)
-        finished = train(
-            run,
-            f"data.url={table}",
-            f"environments.environment={json.dumps(name)}",
-            f"environments.columns={columns}",
-            "environments.turns=3",
-            "environments.turn_tokens=2",
-            "rollout.max_response_length=400",
-            "data.max_prompt_length=900",
-            "data.batch_size=4",
-            "rollout.n=2",
-            *overrides,
-            config_file=shipped("dags/turns.yaml"),
-        )
-        return [
-            {**row, "step": step}
-            for step in (1, 2, 3)
-            for row in finished.table("rollouts", step).to_pylist()
-        ]
-
-    return start
-
-
-def turns_of(row):
-    """The texts of the policy's turns; the digits task's tokens are bytes."""
-    ids = row["response_ids"]
-    return [text_of(ids[turn["start"] : turn["stop"]]) for turn in row["turns"]]
-
-
-def text_of(ids):
-    from siirl_dask.tasks.tiny_model import tiny_tokenizer
-
-    tokenizer = tiny_tokenizer()
-    special = {*tokenizer.all_special_ids}
-    return tokenizer.decode([token for token in ids if token not in special])
-
-
-def what_rows_say(row):
-    return {key: row[key] for key in ("data_row", "response_ids", "turns", "reward", "prompt_ids")}
 
 
 def test_gymnasium_s_rows_are_gymnasium_s_own_answers_and_the_same_in_another_run(trained):

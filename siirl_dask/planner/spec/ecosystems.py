@@ -23,12 +23,16 @@ _ADAPTERS = "siirl_dask.environments.ecosystems"
 ECOSYSTEMS: Mapping[str, str] = MappingProxyType(
     {
         "gymnasium": f"{_ADAPTERS}.gymnasium_tasks",
+        "nemo_gym": f"{_ADAPTERS}.nemo_gym_tasks",
+        "openenv": f"{_ADAPTERS}.openenv_servers",
         "reasoning_gym": f"{_ADAPTERS}.reasoning_tasks",
         "textarena": f"{_ADAPTERS}.textarena_games",
         "verifiers": f"{_ADAPTERS}.verifiers_environments",
     }
 )
 """Modules of adapters, by the name of the package as one imports it."""
+BEHIND_SERVERS = frozenset({"nemo_gym", "openenv"})
+"""Packages whose environments are reached over HTTP: they need not be installed here."""
 _NAME = re.compile(r"(?P<package>[\w-]+):(?P<id>[^?/\\:][^?\\:]*)(\?(?P<options>.*))?", re.DOTALL)
 
 
@@ -100,7 +104,8 @@ def _value(text: str) -> Any:
 
 def adapter_of(name: EcosystemName) -> EcosystemAdapter:
     """Return the adapter of a name's package. PlanError where the package is not installed."""
-    _package(name)
+    if name.package not in BEHIND_SERVERS:
+        _package(name)
     return cast(EcosystemAdapter, importlib.import_module(ECOSYSTEMS[name.package]))
 
 
@@ -109,9 +114,16 @@ def environment_named(text: str) -> Callable[..., Any] | None:
     that names none. A function of the package itself, such as ``gymnasium:make``, is none.
     """
     name = ecosystem_name(text)
-    if name is None or callable(vars(_package(name)).get(text.partition(":")[2])):
+    if name is None:
         return None
-    return adapter_of(name).environment(name)
+    adapter = adapter_of(name)
+    if name.package not in BEHIND_SERVERS and _is_function(name, text):
+        return None
+    return adapter.environment(name)
+
+
+def _is_function(name: EcosystemName, text: str) -> bool:
+    return callable(vars(_package(name)).get(text.partition(":")[2]))
 
 
 def _package(name: EcosystemName) -> ModuleType:
