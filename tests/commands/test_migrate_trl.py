@@ -4,6 +4,7 @@ plans and trains.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -73,7 +74,10 @@ def test_a_script_of_literals_plans_and_trains(tmp_path, script, capsys, cluster
     assert "step 2/2" in capsys.readouterr().out
 
 
-def test_a_function_with_adapters_engines_and_several_rewards_plans(tmp_path, script, capsys):
+@pytest.mark.parametrize("runs", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_function_with_adapters_vllm_and_several_rewards(tmp_path, script, capsys, runs):
+    if runs:
+        pytest.importorskip("vllm", reason="vLLM is not installed")
     path, done = written(tmp_path, script("trl_lora"), "num_processes=2")
     text = done.text
     assert 'base: "siirl_dask:dags/grpo_average.yaml"' in text
@@ -95,8 +99,12 @@ def test_a_function_with_adapters_engines_and_several_rewards_plans(tmp_path, sc
     rewards = source[source.index("def exact") : source.index("def main")]
     (tmp_path / "trl_lora.py").write_text(rewards)
     path.write_text(text.replace(', "trl.rewards:think_format_reward"', "").replace(", 0.1]", "]"))
-    model = load(written_model(script, tmp_path)).model.path
-    rows = {name: ["1"] * 16 for name in ("prompt", "ground_truth", "difficulty", "hint")}
+    model = tmp_path / "chat_model"
+    shutil.copytree(load(written_model(script, tmp_path)).model.path, model)
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    rows = {name: ["1"] * 16 for name in ("ground_truth", "difficulty", "hint")}
+    rows["prompt"] = [[{"role": "user", "content": "1"}]] * 16
     pq.write_table(pa.table(rows), tmp_path / "questions.parquet")
     decided = [
         f"data.url={tmp_path / 'questions.parquet'}",
@@ -111,6 +119,10 @@ def test_a_function_with_adapters_engines_and_several_rewards_plans(tmp_path, sc
     assert (config.algorithm.epochs, config.run.seed) == (2, 7)
     main(["plan", str(path), *decided, *here])
     assert "masked" in capsys.readouterr().out
+    if runs:
+        with_vllm = [f"model.path={model}", "run.steps=2", "observe.plot=false"]
+        main(["run", str(path), *decided, *with_vllm])
+        assert "step 2/2" in capsys.readouterr().out
 
 
 def written_model(script, tmp_path):
