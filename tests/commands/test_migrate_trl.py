@@ -75,9 +75,13 @@ def test_a_script_of_literals_plans_and_trains(tmp_path, script, capsys, cluster
 
 
 @pytest.mark.parametrize("runs", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_function_with_adapters_vllm_and_several_rewards(tmp_path, script, capsys, runs):
+def test_a_function_with_adapters_vllm_and_several_rewards(
+    tmp_path, script, capsys, runs, monkeypatch
+):
     if runs:
         pytest.importorskip("vllm", reason="vLLM is not installed")
+    # its output_dir is runs/lora
+    monkeypatch.chdir(tmp_path)
     path, done = written(tmp_path, script("trl_lora"), "num_processes=2")
     text = done.text
     assert 'base: "siirl_dask:dags/grpo_average.yaml"' in text
