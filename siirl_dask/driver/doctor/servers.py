@@ -29,12 +29,12 @@ def check_servers(config: Config) -> list[DoctorFinding]:
 
 
 async def _examine_all(config: Config) -> list[DoctorFinding]:
-    findings = [
-        _examine(url, model, rollout)
+    asked = [
+        asyncio.create_task(_examine(url, model, rollout))
         for model, rollout in _engines(config)
         for url in rollout.server.urls
     ]
-    return await asyncio.gather(*findings)
+    return [await finding for finding in asked]
 
 
 def _engines(config: Config) -> Iterator[tuple[ModelConfig, RolloutConfig]]:
