@@ -88,6 +88,20 @@ def test_parts_with_other_columns_are_one_table_in_any_order(order, store_url):
     assert of_each == [TABLES[name].num_rows for name in order]
 
 
+def test_a_dataframe_has_the_columns_of_all_parts(tmp_path):
+    from siirl_dask.driver.feed import RunFeed
+    from siirl_dask.driver.handle import RunHandle
+
+    save(tmp_path, TABLES.values(), [1, 2, 3])
+    frame = RunHandle(str(tmp_path), RunFeed(), lambda at_once: None).rollouts()
+    assert {*frame.columns} == NAMES
+    found = frame.compute(scheduler="synchronous")
+    assert frame.dtypes.equals(found.dtypes), "what Dask expects is what comes"
+    table = pa.Table.from_pandas(found, preserve_index=False).drop_columns("step")
+    for row in table.to_pylist():
+        assert row == expected(row["row_id"], NAMES - {"step"})
+
+
 def test_a_column_that_no_type_holds_is_named_with_its_steps(tmp_path):
     texts = pa.table({"row_id": [0], "answer": ["4"]})
     numbers = pa.table({"row_id": [1], "answer": [4]})
