@@ -71,8 +71,31 @@ print(imported)
 """
 
 
+STARTS = (
+    "cli",
+    "driver.run",
+    "driver.submit",
+    "worker.dag_worker",
+    "nodes",
+    "training",
+    "runs.reader",
+)
+"""Modules that programs, commands and workers begin with."""
+WITHOUT_PANDAS = """
+import importlib
+import sys
+from importlib.util import find_spec
+
+assert find_spec("pandas") is not None, "the extra test brings it"
+for module in sys.argv[1:]:
+    importlib.import_module(f"siirl_dask.{module}")
+    assert "pandas" not in sys.modules, module
+"""
+
+
 def python(code, *arguments):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "storage")])}
+    places = [str(ROOT), str(ROOT / "storage"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False
@@ -91,3 +114,8 @@ def test_no_module_of_a_worker_imports_duckdb():
     done = python(HIDE + IMPORT_ALL, "duckdb", ",".join(ROOMS))
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout.splitlines()[-1]) > 150
+
+
+def test_no_start_imports_pandas_which_takes_half_a_second_and_36_mib():
+    done = python(WITHOUT_PANDAS, *STARTS)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -24,6 +24,10 @@ def _ignore(count: int) -> None:
     pass
 
 
+def _ignore_rows(done: int, total: int) -> None:
+    pass
+
+
 def _ignore_cache(used: float, waiting: int) -> None:
     pass
 
@@ -82,6 +86,10 @@ class Device:
     )
     """``engine_cache(used, waiting)``: to be called by an engine whose KV cache is bounded with the
     share of it that is in use, and with the number of its requests that wait for room in it."""
+    sampled: Callable[[int, int], None] = field(default=_ignore_rows, compare=False, repr=False)
+    """``sampled(done, total)``: to be called with the number of samples or episodes of a node that
+    this worker has completed, those of peers included, and with the number of its own, when either
+    changes."""
     models: Mapping[str, RemoteModel] = field(default_factory=dict, compare=False, repr=False)
     """Models at URLs, by URL, as they were when the run began: see ``siirl_dask.models.cache``."""
     held: MutableMapping[Hashable, Any] = field(

@@ -47,6 +47,12 @@ _STOP_TIMEOUT = 2.0  # seconds for workers to notice an abort before the cluster
 _STOP_INTERVAL = 0.05  # seconds between two checks of whether they have
 
 
+OnProgress = Callable[[int, str, int, int], None]
+"""Called with the number of units of work (samples, micro-batches, rows, ...) that workers have
+completed so far, where most of them are, and how many samples of how many they have completed
+there, 0 of 0 where none are drawn."""
+
+
 class Driver:
     """Runs iterations on the workers of a run."""
 
@@ -57,7 +63,7 @@ class Driver:
         lookahead: int,
         stall_timeout: float,
         folder: Callable[[int], str],
-        on_progress: Callable[[int, str], None] = lambda beats, position: None,
+        on_progress: OnProgress = lambda beats, place, sampled, to_sample: None,
         on_idle: Callable[[], None] | None = None,
         node_timeout: float = 0.0,
         check: Callable[[], None] = lambda: None,
@@ -65,10 +71,9 @@ class Driver:
     ) -> None:
         """``folder(step)`` returns the URL of a new folder for the checkpoint of a step.
 
-        ``on_progress`` is called every few seconds in which something got done, with the number of
-        units of work (samples, micro-batches, rows, ...) that workers have completed so far, and
-        where most of them are. ``on_idle`` is called when there are new workers that no run uses;
-        None if the run could not take them. A node that gets nothing done on a worker for
+        ``on_progress`` is called every few seconds in which something got done. ``on_idle`` is
+        called when there are new workers that no run uses; None if the run could not take them. A
+        node that gets nothing done on a worker for
         ``node_timeout`` seconds fails the run; 0: it may take any time. ``check`` is called between
         events, and may raise to end the run. Each task claims ``resources`` of its worker.
         """
@@ -362,7 +367,9 @@ class Driver:
                 if event["accelerator"]:
                     self.accelerators.add(event["accelerator"])
             case "progress":
-                self._on_progress(event["beats"], event["place"])
+                self._on_progress(
+                    event["beats"], event["place"], event["sampled"], event["to_sample"]
+                )
             case "idle" if self._on_idle is not None:
                 self._on_idle()
             case "finished":

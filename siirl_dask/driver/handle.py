@@ -18,7 +18,7 @@ from siirl_dask.driver.feed import RunFeed
 from siirl_dask.errors import ConfigError, Interrupted
 from siirl_dask.observe import Record, Summary
 from siirl_dask.runs.reader import Run
-from siirl_dask.runs.samples.parts import SamplePart, sample_parts
+from siirl_dask.runs.samples.parts import SamplePart, common_schema, sample_parts
 from siirl_dask.runs.samples.rollouts import TABLE
 
 Cancel = Callable[[bool], None]
@@ -108,14 +108,14 @@ class RunHandle:
         self, table: str = TABLE, steps: Sequence[int] | None = None
     ) -> list[Delayed]:
         """Return the samples of every step that is whole, or of ``steps``, as Arrow tables that
-        Dask reads: one for each part that the run has committed. ``table`` may be ``validation``.
+        Dask reads: one for each part that the run has committed, all with the columns of all of
+        them. ``table`` may be ``validation``.
 
-        DataError where no step is whole yet.
+        DataError where no step is whole yet, and for a column of which no type holds all values.
         """
-        return [
-            delayed(_read, pure=True)(part)
-            for part in sample_parts(self.url, table=table, steps=steps)
-        ]
+        parts = sample_parts(self.url, table=table, steps=steps)
+        schema = common_schema(parts)
+        return [delayed(_read, pure=True)(part, schema) for part in parts]
 
     def rollouts(self, table: str = TABLE, steps: Sequence[int] | None = None) -> Any:
         """Return the same as a dask.dataframe of Arrow-backed columns, with a partition for each
@@ -129,8 +129,13 @@ class RunHandle:
                 "take rollout_tables(), which needs no pandas"
             ) from error
         parts = sample_parts(self.url, table=table, steps=steps)
+        schema = common_schema(parts)
         return dataframe.from_map(
-            _frame, parts, meta=_as_frame(parts[0].schema().empty_table()), label="siirl-rollouts"
+            _frame,
+            parts,
+            schema=schema,
+            meta=_as_frame(schema.empty_table()),
+            label="siirl-rollouts",
         )
 
     def __iter__(self) -> Iterator[Record]:
@@ -152,12 +157,12 @@ class RunHandle:
         return f"<code>{escape(repr(self))}</code>"
 
 
-def _read(part: SamplePart) -> pa.Table:
-    return part.read()
+def _read(part: SamplePart, schema: pa.Schema) -> pa.Table:
+    return part.read(schema)
 
 
-def _frame(part: SamplePart) -> Any:
-    return _as_frame(part.read())
+def _frame(part: SamplePart, schema: pa.Schema) -> Any:
+    return _as_frame(part.read(schema))
 
 
 def _as_frame(table: pa.Table) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -36,6 +36,7 @@ from siirl_dask.planner import DAG
 from siirl_dask.planner.contract import bare, options_of
 from siirl_dask.runs.checkpoints import Checkpoint, find_checkpoint
 from siirl_dask.runs.export import put_folder, write_folder
+from siirl_dask.runs.identity_file import Relocation, relocation_of
 from siirl_dask.runs.reader import Run, is_run
 from siirl_dask.runs.tables import listed
 from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
@@ -216,8 +217,9 @@ def _find(path: str, run_url: str, written: Sequence[str], *, adapters: bool) ->
     if matched is not None:
         runs.append((matched[1], int(matched[2])))
     for run, step in runs:
+        keys = _keys(run, run_url)
         for folder in written:
-            step_written = _step_in(folder, run, run_url, adapters=adapters)
+            step_written = _step_in(folder, keys, adapters=adapters)
             if step_written is not None and step in (None, step_written):
                 return WarmStart(
                     path=path,
@@ -303,15 +305,28 @@ def _folder(run: str, step: int, run_url: str, *, adapters: bool) -> str:
     return path if isinstance(fs, LocalFileSystem) else url
 
 
-def _step_in(folder: str, run: str, run_url: str, *, adapters: bool) -> int | None:
-    """Return the step of ``run`` whose policy is in a folder; None for another run's, or one
-    outside ``run_url``.
+def _step_in(folder: str, keys: Collection[str], *, adapters: bool) -> int | None:
+    """Return the step of the run with one of the ``keys`` whose policy is in a folder; None for
+    another run's.
     """
     end = _ADAPTERS if adapters else ""
-    matched = re.fullmatch(rf"{_key(run)}-step(\d+){end}", folder.rpartition("/")[2], re.ASCII)
-    if matched is None or folder != _folder(run, int(matched[1]), run_url, adapters=adapters):
+    matched = re.fullmatch(rf"(\w+)-step(\d+){end}", folder.rpartition("/")[2], re.ASCII)
+    if matched is None or matched[1] not in keys:
         return None
-    return int(matched[1])
+    return int(matched[2])
+
+
+def _keys(run: str, run_url: str) -> set[str]:
+    """Return the keys of a run from which the one at ``run_url`` began: also that of where it was
+    before both were moved.
+    """
+    keys = {_key(run)}
+    moved = relocation_of(run_url)
+    if moved is not None:
+        earlier = Relocation(before=moved.now, now=moved.before).along(absolute(run))
+        if earlier is not None:
+            keys.add(_key(earlier))
+    return keys
 
 
 def _key(run: str) -> str:

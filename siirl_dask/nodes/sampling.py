@@ -151,7 +151,7 @@ def generate_all(
         queue = ctx.steal_from_peers(ordered_requests, codec, on_result)
     ctx.free_device()
     start = time.perf_counter()
-    serve(ctx, _ProgressQueue(queue, ctx.device, ctx.check_stop))
+    serve(ctx, _ProgressQueue(queue, ctx.device, ctx.check_stop, len(requests)))
     busy_seconds = time.perf_counter() - start
     ctx.log("rollout/busy_seconds", busy_seconds)
     ctx.log("rollout/longest_busy_seconds", busy_seconds, Reduce.MAX)
@@ -236,8 +236,11 @@ class _ProgressQueue:
     queue: Any
     device: Device
     check_stop: Callable[[], None]
+    own_count: int
+    """Number of this worker's own requests."""
     running: int = 0
     """Requests that the engine has begun and not finished."""
+    completed: int = 0
 
     def next(self, limit: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
         with self.device.waiting() if wait else nullcontext():
@@ -252,6 +255,8 @@ class _ProgressQueue:
 
     def complete(self, ticket: Any, result: Generation) -> None:
         self.queue.complete(ticket, Sampled(result, self.device.worker))
+        self.completed += 1
+        self.device.sampled(self.completed, self.own_count)
         self._change_running(-1)
 
     def _change_running(self, change: int) -> None:

@@ -18,12 +18,13 @@ from siirl_dask.config.secrets import redacted
 from siirl_dask.observe.arrivals import arrivals
 from siirl_dask.observe.console import PipeConsole
 from siirl_dask.observe.metrics import Record
+from siirl_dask.observe.tenths import Tenths
 from siirl_dask.observe.transfer import transfer
 from siirl_dask.planner import Phase
 
 _LINES = 20  # lines that a whole run prints without a terminal; a slow one prints more
 _SILENCE = 60.0  # seconds after which a step is printed in any case
-_PASS_SILENCE = 30.0  # seconds between lines about a single pass over some data
+_PASS_SILENCE = 30.0  # seconds between lines about a pass of which nobody knows how far it is
 _START_SILENCE = 10.0  # seconds between lines about a start, and before the first
 _MOST = 0.99  # of a step, while it is under way
 
@@ -124,6 +125,7 @@ class Progress:
         self._shown = ""
         self._pass = ""
         self._pass_began = 0.0
+        self._tenths = Tenths(0.0)
         self._bar: bars.Progress | None = None
         if enabled and self._console.is_terminal:
             self._bar = _make_bar(self._console, self._time_left)
@@ -166,9 +168,9 @@ class Progress:
                 )
             )
 
-    def under_way(self, beats: int, place: str) -> None:
+    def under_way(self, beats: int, place: str, sampled: int = 0, to_sample: int = 0) -> None:
         """Show what gets done within a step: ``beats`` things so far in the run, most workers being
-        in ``place``.
+        in ``place``, where ``sampled`` of ``to_sample`` samples are complete.
 
         The bar moves; without a terminal, and while workers start, a line tells of it now and then.
         """
@@ -177,7 +179,7 @@ class Progress:
         if not self._enabled:
             return
         if self._pass:
-            self._tell_of_pass(place, now)
+            self._tell_of_pass(place, now, sampled, to_sample)
         elif self._begun and self._bar:
             shown = "  ".join(part for part in (self._shown, place) if part)
             self._bar.update(self._task, completed=self._step + share, shown=shown)
@@ -186,12 +188,22 @@ class Progress:
             about = f"in step    {self._step + 1}/{self._total}  " if self._begun else "starting   "
             self.note(about + (f"{share:.0%} done, {place}" if share else place))
 
-    def _tell_of_pass(self, place: str, now: float) -> None:
-        """Print where a pass is, every half minute."""
-        if place and now - self._printed_at >= _PASS_SILENCE:
-            self._printed_at = now
-            minutes, seconds = divmod(round(now - self._pass_began), 60)
-            self.note(f"{self._pass:<10} {minutes}:{seconds:02} so far, in {place}")
+    def _tell_of_pass(self, place: str, now: float, sampled: int, to_sample: int) -> None:
+        """Print where a pass is: every tenth of its samples, or every half minute where it draws
+        none.
+        """
+        if not place:
+            return
+        counted = ""
+        if to_sample:
+            if not self._tenths.is_due(sampled, to_sample, now):
+                return
+            counted = f"{sampled:,} of {to_sample:,} samples, "
+        elif now - self._printed_at < _PASS_SILENCE:
+            return
+        self._printed_at = now
+        minutes, seconds = divmod(round(now - self._pass_began), 60)
+        self.note(f"{self._pass:<10} {counted}{minutes}:{seconds:02} so far, in {place}")
 
     def validation(
         self, step: int, metrics: Mapping[str, float | None], phase: Phase = Phase.VALIDATION
@@ -242,6 +254,7 @@ class Progress:
         self._begun = True
         self._pass = what
         self._pass_began = time.monotonic()
+        self._tenths = Tenths(self._pass_began)
 
     def arrivals(self, workers: int) -> AbstractContextManager[Callable[[int], None]]:
         """Return what shows the workers as they come, before the run begins."""

@@ -45,6 +45,7 @@ from siirl_dask.runs.identity_file import (
     DataVersion,
     DueTable,
     IdentityFile,
+    Relocation,
     read_identity_file,
     remove_identity_file,
 )
@@ -128,11 +129,12 @@ class RunIdentity:
         text = json.dumps([dict(self.values), self.dag], sort_keys=True)
         return sha256(text.encode()).hexdigest()[:16]
 
-    def differences(self, other: RunIdentity) -> list[str]:
+    def differences(self, other: RunIdentity, moved: Relocation | None = None) -> list[str]:
         """Return the changes from this identity to ``other``, each as ``trainer.lr: 1e-06 ->
         2e-06``.
 
-        A DAG that was not written yet equals any, and so does a longest row of a run of a version
+        With ``moved``, how the run's folder was moved since, places that are the same as seen from
+        it are no change. A DAG that was not written yet equals any, and so does a longest row of a run of a version
         that recorded none: it follows from keys that are compared.
         """
         dags = (self.dag, other.dag if self.dag else self.dag)
@@ -141,7 +143,11 @@ class RunIdentity:
         changed = [
             name
             for name in {**old, **new}
-            if old.get(name) != new.get(name) and not _is_free_option(name)
+            if not (
+                _is_free_option(name)
+                or old.get(name) == new.get(name)
+                or (moved is not None and moved.is_same(old.get(name), new.get(name)))
+            )
         ]
         names = [
             name for name in changed if not (name.endswith(_LONGEST_ROW) and old.get(name) is None)
@@ -164,16 +170,22 @@ def read_identity(url: str) -> RunIdentity | None:
     return RunIdentity(_deciding(recorded_config(text, url)), redacted(_deciding_nodes(dag)))
 
 
-def recorded_config(text: str | bytes, url: str, overrides: Sequence[str] = ()) -> Config:
+def recorded_config(
+    text: str | bytes,
+    url: str,
+    overrides: Sequence[str] = (),
+    moved: Relocation | None = None,
+) -> Config:
     """Return the configuration ``text`` that the run at ``url`` recorded, with overrides,
-    ``key=value``.
+    ``key=value``. ``moved`` is how the run's folder was moved since.
 
     Interpolated for a text that is no record. ConfigError for unusable overrides, and, with what
     can still be read, when another version wrote the run.
     """
     file = join(url, CONFIG_FILE)
+    change = (lambda values: values) if moved is None else moved.relocated
     try:
-        recorded = load_recorded(text, file)
+        recorded = load_recorded(text, file, change=change)
     except Interpolated:
         raise
     except ConfigError as error:
@@ -182,7 +194,7 @@ def recorded_config(text: str | bytes, url: str, overrides: Sequence[str] = ()) 
             "be read, but to resume, evaluate or export it takes that version; a run of this "
             "version needs another run.name or run.url, or --fresh, which removes what is there"
         ) from error
-    return load_recorded(text, file, overrides) if overrides else recorded
+    return load_recorded(text, file, overrides, change) if overrides else recorded
 
 
 def write_identity(

@@ -1,7 +1,8 @@
-"""``identity.json``: what a run's data was when it began, which rows it has to have, and digests of
-its small files.
+"""``identity.json``: where a run's folder was when it was started last, what its data was, which
+rows it has to have, and digests of its small files.
 
     {"version": 1,
+     "url":    "/home/me/runs/quickstart",
      "files":  {"config.yaml": [bytes, SHA-256], "dag.json": [bytes, SHA-256]},
      "data":   {"data.url": {"version": null, "rows": 4096, "bytes": 88231, "digest": SHA-256}},
      "tables": {"rollouts": ["train", 1], "validation": ["validation", 0]}}
@@ -14,13 +15,16 @@ purpose.
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from siirl_storage import Snapshot, join, open_fs, remove_file, write_atomic
 from siirl_storage.digests import FileDigest
+from siirl_storage.files import absolute
 
+from siirl_dask.config.secrets import redacted
 from siirl_dask.coordinator.content import CONTENT, content_digest
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.planner import Phase
@@ -80,12 +84,16 @@ class IdentityFile:
     """State of each table of prompts, by the configuration's key that names it, of one to
     validate on with its URL."""
     tables: Mapping[str, DueTable] = field(default_factory=dict)
+    url: str = ""
+    """Where the run's folder was at its last start: an absolute path or a URL. Empty in a run of an
+    earlier version."""
 
     def write(self, url: str) -> None:
-        """Write the file of the run at ``url``."""
+        """Write the file of the run at ``url``, which is where the run is from now on."""
         fs, path = open_fs(join(url, FILE))
         document = {
             "version": _VERSION,
+            "url": redacted(absolute(url)),
             "files": {name: [one.nbytes, one.sha256] for name, one in self.files.items()},
             "data": {key: asdict(one) for key, one in self.data.items()},
             "tables": {name: [str(one.phase), one.since] for name, one in self.tables.items()},
@@ -110,9 +118,92 @@ def read_identity_file(url: str) -> IdentityFile | None:
             name: DueTable(phase=Phase(value[0]), since=_count(value[1]))
             for name, value in document["tables"].items()
         }
+        place = document.get("url", "")
+        if not isinstance(place, str):
+            raise ValueError(f"{place!r:.80} is no URL")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise _damaged(url, FILE, error) from error
-    return IdentityFile(files=files, data=data, tables=tables)
+    return IdentityFile(files=files, data=data, tables=tables, url=place)
+
+
+@dataclass(frozen=True, slots=True)
+class Relocation:
+    """The folder of a run that was moved or copied since its last start: its files name places as
+    they were then.
+    """
+
+    before: str
+    """Absolute path or URL of the folder at the run's last start."""
+    now: str
+
+    def relocated(self, recorded: Any) -> Any:
+        """Return plain data that the run recorded with each place in it as it is now.
+
+        What was in the run's folder is still in it. Another file of this machine that is not there
+        any more is where it was as seen from the run's folder, if something is there now: the run
+        was moved along with it.
+        """
+        match recorded:
+            case str():
+                return self._place_of(recorded)
+            case Mapping():
+                return {name: self.relocated(value) for name, value in recorded.items()}
+            case list():
+                return [self.relocated(value) for value in recorded]
+        return recorded
+
+    def is_same(self, recorded: Any, given: Any) -> bool:
+        """Return whether ``given``, plain data, is what the run recorded, with places that are the
+        same as they were or the same as seen from the run's folder.
+        """
+        if recorded == given:
+            return True
+        match recorded, given:
+            case str(), str():
+                return given in (self._inside(recorded), self.along(recorded))
+            case Mapping(), Mapping() if recorded.keys() == given.keys():
+                return all(self.is_same(value, given[name]) for name, value in recorded.items())
+            case list(), list() if len(recorded) == len(given):
+                return all(map(self.is_same, recorded, given))
+        return False
+
+    def _place_of(self, recorded: str) -> str:
+        inside = self._inside(recorded)
+        if inside is not None:
+            return inside
+        along = self.along(recorded)
+        # any text may stand here: os.path takes those that can be no path
+        if along is None or os.path.lexists(recorded) or not os.path.lexists(along):
+            return recorded
+        return along
+
+    def _inside(self, recorded: str) -> str | None:
+        """Return where a place in the run's folder is now; None for any other."""
+        if recorded == self.before:
+            return self.now
+        start = join(self.before, "")
+        return join(self.now, recorded[len(start) :]) if recorded.startswith(start) else None
+
+    def along(self, recorded: str) -> str | None:
+        """Return where a place is now if it was moved with the run's folder; None for one that has
+        only the root in common with it, and for URLs.
+        """
+        if not all(place.startswith("/") for place in (recorded, self.before, self.now)):
+            return None
+        if os.path.commonpath([recorded, self.before]) == "/":
+            return None
+        return os.path.normpath(f"{self.now}/{os.path.relpath(recorded, self.before)}")
+
+
+def relocation_of(url: str) -> Relocation | None:
+    """Return how the run at ``url`` was moved since its last start; None where it was not, or where
+    that is not recorded. ConfigError for a damaged record.
+    """
+    recorded = read_identity_file(url)
+    now = absolute(url)
+    if recorded is None or recorded.url in ("", redacted(now)):
+        return None
+    return Relocation(recorded.url, now)
 
 
 def remove_identity_file(url: str) -> None:

@@ -24,6 +24,7 @@ from siirl_dask.planner.spec.dag_spec import bind
 from siirl_dask.runs.absent import hint_if_absent
 from siirl_dask.runs.checkpoints import committed
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, recorded_config
+from siirl_dask.runs.identity_file import relocation_of
 from siirl_dask.runs.samples.rollouts import query
 from siirl_dask.runs.samples.token_texts import decoder, tokenizer_file
 from siirl_dask.runs.samples.utterances import Decode
@@ -50,8 +51,8 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """The configuration that the run was started with. ConfigError if another version wrote
-        it.
+        """The configuration that the run was started with; of a run that was moved since, with
+        places as they are now. ConfigError if another version wrote it.
         """
         return self.config_with()
 
@@ -62,7 +63,7 @@ class Run:
         text = _read(self.url, CONFIG_FILE)
         if text is None:
             raise ConfigError(f"{self.url!r} holds no run: expected a folder with a {CONFIG_FILE}")
-        return recorded_config(text, self.url, overrides)
+        return recorded_config(text, self.url, overrides, relocation_of(self.url))
 
     @property
     def dag(self) -> Mapping[str, Any]:
@@ -77,12 +78,14 @@ class Run:
             return {"roles": {}, "nodes": []}  # the start of the run was killed before it wrote one
         try:
             spec = json.loads(text)
-            return {"roles": dict(spec["roles"]), "nodes": list(spec["nodes"])}
+            dag = {"roles": dict(spec["roles"]), "nodes": list(spec["nodes"])}
         except (KeyError, TypeError, ValueError) as error:
             where = join(self.url, DAG_FILE)
             raise ConfigError(
                 f"{where} is not a run's DAG: {type(error).__name__}: {error}"
             ) from error
+        moved = relocation_of(self.url)
+        return dag if moved is None else moved.relocated(dag)
 
     @property
     def steps(self) -> list[int]:

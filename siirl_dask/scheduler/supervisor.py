@@ -217,12 +217,17 @@ class Supervisor(SchedulerPlugin):
 
     def readings(self) -> dict[str, tuple[int, str, bool]]:
         """Return each worker's last reading: beats, place, and whether it waits for others."""
+        return {
+            member: (reading.beats, reading.place, reading.waits)
+            for member, reading in self._readings().items()
+        }
+
+    def _readings(self) -> dict[str, Reading]:
         workers = self._scheduler.workers
-        readings: dict[str, tuple[int, str, bool]] = {}
+        readings: dict[str, Reading] = {}
         for member, address in self.members.items():
             metrics = workers[address].metrics if address in workers else {}
-            reading = Reading.of(metrics, self.name)
-            readings[member] = (reading.beats, reading.place, reading.waits)
+            readings[member] = Reading.of(metrics, self.name)
         return readings
 
     @property
@@ -256,17 +261,23 @@ class Supervisor(SchedulerPlugin):
             self._end_without_driver(f"the driver gave no sign of life for {self._patience:g} s")
 
     def _report_progress(self) -> None:
-        """Report the sum of beats to the driver if it has changed, and where most workers are
-        that do not wait.
+        """Report the sums of beats and of samples to the driver if the former has changed, and
+        where most workers are that do not wait.
         """
-        readings = self.readings()
-        beats = sum(beats for beats, _, _ in readings.values())
+        readings = self._readings().values()
+        beats = sum(reading.beats for reading in readings)
         if beats == self._reported_beats:
             return
         self._reported_beats = beats
-        busy = Counter(place for _, place, waits in readings.values() if place and not waits)
-        place = busy.most_common(1)[0][0] if busy else ""
-        self._scheduler.log_event(self._topic, {"kind": "progress", "beats": beats, "place": place})
+        busy = Counter(reading.place for reading in readings if reading.place and not reading.waits)
+        event = {
+            "kind": "progress",
+            "beats": beats,
+            "place": busy.most_common(1)[0][0] if busy else "",
+            "sampled": sum(reading.sampled for reading in readings),
+            "to_sample": sum(reading.to_sample for reading in readings),
+        }
+        self._scheduler.log_event(self._topic, event)
 
     def _check_nodes(self) -> None:
         """Report workers to the driver that make no progress in a node, or whose process is

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 from fsspec import AbstractFileSystem
 
@@ -20,6 +20,9 @@ from siirl_storage.formats import Format, format_of
 from siirl_storage.parts import Part
 from siirl_storage.reading import read_batches, read_rows
 from siirl_storage.schemas import difference
+
+if TYPE_CHECKING:
+    import pyarrow.dataset as ds
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +152,16 @@ class Snapshot:
         """Return the parts as one Arrow dataset, read as it is scanned. Damage then raises
         Arrow's own errors.
         """
+        import pyarrow.dataset as ds  # imports pandas, where that is installed
+
         fs, root = open_fs(self.base)
         bridge = pafs.PyFileSystem(_ExactHandler(fs))
         fragments = [self._fragment(part, at(root, part.path), bridge) for part in self.parts]
         return ds.FileSystemDataset(fragments, self.schema, _file_format(Format.PARQUET), bridge)
 
     def _fragment(self, part: Part, path: str, filesystem: pafs.FileSystem) -> ds.Fragment:
+        import pyarrow.dataset as ds
+
         holds = ds.scalar(True)
         for name, value in hive.values(part.path).items():
             if name in self.schema.names:
@@ -226,6 +233,8 @@ def _as_promised(table: pa.Table, schema: pa.Schema, fs: AbstractFileSystem, pat
 
 
 def _file_format(kind: Format | None) -> ds.FileFormat:
+    import pyarrow.dataset as ds
+
     if kind is Format.ARROW:
         return ds.IpcFileFormat()
     return ds.ParquetFileFormat(

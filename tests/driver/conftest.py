@@ -45,8 +45,10 @@ def cluster(processes, tmp_path):
                 "scheduler", "--scheduler-file", str(file), *QUIET, "--port", "0", before=scheduler
             )
             for name, how in workers.items():
+                options = dict(how)
                 processes(
                     "worker",
+                    *options.pop("arguments", ()),
                     "--scheduler-file",
                     str(file),
                     "--name",
@@ -55,7 +57,7 @@ def cluster(processes, tmp_path):
                     *QUIET,
                     "--nthreads",
                     "1",
-                    **how,
+                    **options,
                 )
             client = closed.enter_context(Client(scheduler_file=str(file), timeout=120))
             client.wait_for_workers(len(workers), timeout=120)

@@ -50,7 +50,18 @@ def tables():
     return [pa.Table.from_pylist(ROWS[:7]), pa.Table.from_pylist(ROWS[7:])]
 
 
+def frame_of(rows, partitions=3, **categories):
+    """Return rows as a dask.dataframe with an index of its own."""
+    from dask.dataframe import from_pandas  # here: no other test needs pandas
+    from pandas import DataFrame
+
+    index = [f"row {number:02}" for number in range(len(rows))]
+    return from_pandas(DataFrame(rows, index=index).astype(categories), npartitions=partitions)
+
+
 FORMS = {
+    "a dataframe": lambda client: frame_of(ROWS),
+    "a dataframe with a category": lambda client: frame_of(ROWS, answer="category"),
     "a bag": lambda client: dask.bag.from_sequence(ROWS, npartitions=3),
     "delayed tables": lambda client: [delayed(table) for table in tables()],
     "futures": lambda client: client.scatter(tables()),
@@ -76,6 +87,26 @@ def test_the_same_collection_is_not_computed_again(client, config):
     assert "has these rows already" in said
     there = list(Path(config.data.url, "data").iterdir())
     assert len(there) == len(table.parts), "what is not used goes"
+
+
+def test_the_same_dataframe_is_not_computed_again_and_one_with_other_rows_is_refused(
+    client, config
+):
+    table, _ = write(config, client, frame_of(ROWS))
+    again, said = write(config, client, frame_of(ROWS))
+    assert again.digest == table.digest
+    assert "has this collection already" in said
+    with pytest.raises(ConfigError, match="has the rows of another collection"):
+        write(config, client, frame_of(ROWS[::-1]), resume=ResumePoint(exists=True))
+
+
+def test_chat_messages_in_a_dataframe_need_the_setting_that_the_error_names(client, config):
+    chats = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+    with pytest.raises(DataError, match=r"dataframe\.convert-string"):
+        write(config, client, frame_of(chats))
+    with dask.config.set({"dataframe.convert-string": False}):
+        table, _ = write(config, client, frame_of(chats))
+    assert table.to_table().to_pylist() == chats
 
 
 def test_other_rows_are_refused_unless_they_are_asked_for(client, config):

@@ -300,6 +300,41 @@ def test_a_cluster_has_faults_by_host_and_by_worker(cluster, tmp_path):
     assert "0.0.9 on worker 'b'" in found["versions"][0]
 
 
+def test_workers_without_the_resources_that_a_run_asks_for_are_a_fault(cluster):
+    def gpus(count):
+        return {"arguments": ["--resources", f"GPU={count} MEMORY=8"]}
+
+    client = cluster(a=gpus(1), b=gpus(2))
+    address = client.scheduler.address
+
+    def examined(workers, **resources):
+        there = ClusterConfig(workers=workers, address=address, resources=resources)
+        return check_cluster(there)
+
+    for workers, resources, said in (
+        (1, {"TPU": 1}, "0 of 2 workers have .* none has any TPU"),
+        (1, {"GPU": 4}, "0 of 2 workers have .* none has more than 2 of GPU"),
+        (2, {"GPU": 2}, r"1 of 2 workers have cluster\.resources={'GPU': 2}, and a run wants 2$"),
+    ):
+        text, cure = faults(examined(workers, **resources))["resources"]
+        assert re.search(said, text), text
+        ((name, amount),) = resources.items()
+        assert (
+            f'dask worker {address} --nthreads 1 --memory-limit 0 --resources "{name}={amount}"'
+            in cure
+        )
+    findings = examined(2, GPU=1, MEMORY=8)
+    assert not faults(findings)
+    assert any("2 workers with GPU=1 MEMORY=8" in each.text for each in findings)
+
+
+def test_resources_of_workers_that_a_run_starts_here_are_a_fault():
+    found = faults(check_cluster(ClusterConfig(resources={"GPU": 1})))
+    text, cure = found["resources"]
+    assert "have no resources" in text
+    assert "leave it out" in cure
+
+
 def test_a_cluster_that_is_not_there_is_a_fault_with_what_was_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr("siirl_dask.driver.doctor.cluster._PATIENCE", 0.5)
     (tmp_path / "damaged.json").write_text("{")

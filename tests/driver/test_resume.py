@@ -2,6 +2,7 @@
 removed.
 """
 
+import shutil
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -40,6 +41,7 @@ from siirl_dask.runs.identity_file import (
     read_identity_file,
     read_retention,
 )
+from siirl_dask.runs.reader import Run
 from siirl_dask.runs.stages import Stage
 from siirl_dask.runs.tables import remove_steps, tables_of
 from siirl_dask.schema import PARAMETER_DATA, fields
@@ -527,3 +529,78 @@ def test_steps_that_were_removed_on_purpose_are_remembered_and_never_forgotten()
     note_retention(url, {"rollouts": 5, "validation": 2})
     note_retention(url, {"rollouts": 3})
     assert read_retention(url) == {"rollouts": 5, "validation": 2}
+
+
+def moved_run(folder, *overrides):
+    """Begin a run in ``folder/runs/mine`` with data and model beside it; return the arguments with
+    which a start there goes on.
+    """
+    for name in ("data", "model"):
+        (folder / "runs" / name).mkdir(parents=True, exist_ok=True)
+    return [
+        f"model.path={folder}/runs/model",
+        "data.prepare=null",
+        "validation.url=null",
+        "validation.test_url=null",
+        *overrides,
+    ]
+
+
+@pytest.mark.parametrize("data", ["runs/mine/data", "runs/data"])
+@pytest.mark.parametrize("keep", [False, True], ids=["moved", "copied"])
+def test_a_run_that_was_moved_with_its_data_goes_on_and_can_be_asked(data, keep, tmp_path):
+    def begun(folder):
+        more = moved_run(folder, f"data.url={folder}/{data}")
+        return config_and_dag(f"{folder}/runs/mine", *more)
+
+    old = tmp_path / "home" / "old"
+    new = tmp_path / "disk" / "new"
+    config, dag = begun(old)
+    write_part(config.data.url, 0, 1, ROWS)
+    tables = data_versions(plan_phases(config, dag, None, worker_names(config)))
+    write_identity(config, dag, replace=False, data=tables)
+    commit(config.run.url, 2, config, dag)
+    shutil.copytree(old, new)
+    if not keep:
+        shutil.rmtree(old)
+    config, dag = begun(new)
+    resume = find_resume_point(config, dag, fresh=False, force=False)
+    assert resume.done == 2
+    assert "another configuration" not in resume.note
+    assert check_same_data(config.run.url, resume, tables, force=False) == ()
+    found = Run(config.run.url)
+    trainer = found.dag["roles"]["policy"]["with"]
+    if not keep:
+        assert found.config.model.path == f"{new}/runs/model"
+        assert trainer["model"]["path"] == f"{new}/runs/model"
+        assert found.config.data.url == f"{new}/{data}"
+    elif data == "runs/data":
+        assert found.config.data.url == f"{old}/{data}", "what is still there is not exchanged"
+
+
+def test_a_run_that_was_renamed_finds_the_data_in_its_folder(tmp_path):
+    def begun(name):
+        return config_and_dag(f"{tmp_path}/{name}", f"data.url={tmp_path}/{name}/data")
+
+    config, dag = begun("before")
+    write_part(config.data.url, 0, 1, ROWS)
+    write_identity(config, dag, replace=False)
+    commit(config.run.url, 2, config, dag)
+    (tmp_path / "before").rename(tmp_path / "after")
+    config, dag = begun("after")
+    assert find_resume_point(config, dag, fresh=False, force=False).done == 2
+    assert Run(config.run.url).config.data.url == f"{tmp_path}/after/data"
+    config, dag = config_and_dag(f"{tmp_path}/after", f"data.url={tmp_path}/other")
+    with pytest.raises(
+        ConfigError, match=rf"was at '{tmp_path}/before'\).* data\.url: .*before/data.* -> .*/other"
+    ):
+        find_resume_point(config, dag, fresh=False, force=False)
+
+
+def test_a_run_that_was_downloaded_from_a_store_finds_the_data_in_its_folder(tmp_path):
+    before = f"memory://{uuid4().hex}/runs/mine"
+    config, dag = config_and_dag(before, f"data.url={before}/data")
+    write_identity(config, dag, replace=False)
+    fs, path = open_fs(before)
+    fs.get(path, str(tmp_path / "mine"), recursive=True)
+    assert Run(str(tmp_path / "mine")).config.data.url == f"{tmp_path}/mine/data"

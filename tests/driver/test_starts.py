@@ -19,6 +19,7 @@ from siirl_dask.config import LoraConfig
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Device, Rank
 from siirl_dask.driver.phases import dags
+from siirl_dask.driver.recovery.resume import find_resume_point
 from siirl_dask.driver.starts import find_starts
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import DAG, Role
@@ -134,6 +135,26 @@ def test_a_half_written_folder_is_written_anew_and_fresh_removes_others(
     starts.write(config.run.url, fresh=True)
     assert half.exists()
     assert not other.exists()
+
+
+def test_a_run_that_was_moved_with_the_one_it_began_from_finds_its_model(
+    digits_task, base, tmp_path
+):
+    before = tmp_path / "before"
+    after = tmp_path / "after"
+    finished_run(before / "old", base, digits_task)
+    config, dag = started(digits_task, before, before / "old")
+    starts = find_starts(config, [dag])
+    starts.write(config.run.url, fresh=False)
+    config, dag, _ = starts.with_folders(config, dag, None)
+    write_identity(config, dag, replace=False)
+    before.rename(after)
+    config, dag = started(digits_task, after, after / "old")
+    starts = find_starts(config, [dag])
+    assert starts.are_written
+    config, dag, _ = starts.with_folders(config, dag, None)
+    assert find_resume_point(config, dag, fresh=False, force=False).exists
+    assert Run(config.run.url).config.model.path == config.model.path
 
 
 def test_a_run_that_goes_on_stays_with_the_step_that_it_began_with(digits_task, base, tmp_path):

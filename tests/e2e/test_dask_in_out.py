@@ -8,6 +8,7 @@ from pathlib import Path
 
 import dask.bag
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from distributed import Client, LocalCluster
@@ -82,6 +83,28 @@ def test_a_run_of_a_bag_resumes_with_the_same_rows_and_refuses_others(
     assert set(sampled["step"].to_pylist()) == {1, 2, 3}
     asked = {row["prompt"] for row in rows}
     assert set(sampled["prompt"].to_pylist()) <= asked
+
+
+def test_a_run_of_a_dataframe_gives_its_samples_as_a_dataframe(
+    composed, digits_task, cluster_address, tmp_path
+):
+    from dask.dataframe import from_pandas  # here: no other test needs pandas
+    from pandas import DataFrame
+
+    rows = rows_of(digits_task)
+    composed.run.steps = 1
+    with Client(cluster_address, set_as_default=False) as client:
+        data = from_pandas(DataFrame(rows), npartitions=3)
+        handle = siirl_dask.submit(composed, siirl_dask.grpo, client=client, data=data)
+        assert handle.result(120).steps == 1
+        assert open_table(str(tmp_path / "mine" / "data")).to_table().to_pylist() == rows
+        sampled = handle.rollouts()
+        assert sampled.npartitions == len(handle.rollout_tables())
+        means = client.compute(sampled.groupby("step").reward.mean()).result()
+        first = client.compute(sampled).result().iloc[0]
+    (record,) = handle.metrics.filter(pc.field("phase") == "train").to_pylist()
+    assert means.to_dict() == {1: pytest.approx(record["reward/mean"])}
+    assert list(first.response_ids), "lists stay lists"
 
 
 async def follow(handle, steps):

@@ -239,6 +239,25 @@ def test_a_pass_over_some_data_says_where_it_is_every_half_minute(monkeypatch):
     ]
 
 
+def test_a_pass_that_draws_samples_says_a_line_every_tenth_of_them(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("siirl_dask.observe.progress.time.monotonic", lambda: now[0])
+    progress = Progress(1, console(terminal=False))
+    progress.begin_pass("evaluation")
+    for done in range(0, 2001, 50):
+        now[0] += 1
+        progress.under_way(done, "node 'rollout'", done, 2000)
+    for _ in range(4):
+        now[0] += 20
+        progress.under_way(2001, "node 'reward'", 2000, 2000)
+    lines = text_of(progress).splitlines()
+    assert [line.partition(",  ")[0].split(" samples")[0] for line in lines] == [
+        f"evaluation {done:,} of 2,000" for done in (*range(200, 2001, 200), 2000)
+    ]
+    assert lines[0] == "evaluation 200 of 2,000 samples, 0:05 so far, in node 'rollout'"
+    assert lines[-1].endswith("in node 'reward'")
+
+
 def test_a_warning_is_a_line_of_its_own_without_secrets():
     progress = Progress(1, console(terminal=False, width=20))
     progress.warn("it may need more than there is, s3://key:secret@host/run")

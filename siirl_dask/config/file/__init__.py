@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from omegaconf import OmegaConf
@@ -146,8 +146,14 @@ def load_text(text: str | bytes, name: str, overrides: Sequence[str] = ()) -> Co
     return _assemble([text_layer(text, name), *map(override, overrides)], name).config
 
 
-def load_recorded(text: str | bytes, name: str, overrides: Sequence[str] = ()) -> Config:
+def load_recorded(
+    text: str | bytes,
+    name: str,
+    overrides: Sequence[str] = (),
+    change: Callable[[Any], Any] = lambda values: values,
+) -> Config:
     """Return the configuration of a text that ``dump`` wrote, which has plain values alone.
+    ``change`` returns the values to take in place of those in the text.
 
     ConfigError as by ``load_text``, Interpolated for an interpolation in the text: whoever reads a
     run's folder need not have written it, and ``${oc.env:TOKEN}`` would be filled from the reader's
@@ -161,6 +167,7 @@ def load_recorded(text: str | bytes, name: str, overrides: Sequence[str] = ()) -
                 "interpolation would be filled from other keys or from the environment of whoever "
                 "reads it, so the file is not used"
             )
+    layer = replace(layer, values=change(layer.values))
     return _assemble([layer, *map(override, overrides)], name).config
 
 

@@ -82,7 +82,7 @@ def check(config: Config, phases: Phases, *, is_plan: bool = False) -> Checked:
 
         check_spec(config.cluster.spec)
     if config.cluster.resources and not is_plan:
-        _check_resources(config.cluster)
+        check_resources(config.cluster)
     serialize_phases(phases)
     for phase_plan, _ in phases.values():
         for node in phase_plan.dag.nodes:
@@ -137,7 +137,8 @@ def _notes_on_rows(phases: Phases) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def _check_resources(cluster: ClusterConfig) -> None:
+def check_resources(cluster: ClusterConfig) -> None:
+    """Raise ConfigError for Dask resources of workers that cannot have any."""
     if not cluster.exists and not cluster.spec:
         raise ConfigError(
             f"cluster.resources={cluster.resources}: workers that the run starts on this machine "

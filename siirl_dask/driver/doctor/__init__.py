@@ -1,5 +1,5 @@
 """Examines what a run needs: Python and packages, the machine, devices, vLLM, the store, the
-cluster.
+cluster, servers that generate.
 
 A check returns findings and changes nothing; that of the store removes its files. A configuration's
 DAG, model and data are not examined here, but by ``preflight``.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from siirl_dask.config import ClusterConfig, Config
+from siirl_dask.config import ClusterConfig, Config, Engine
 from siirl_dask.context import DeviceKind
 from siirl_dask.driver.doctor.devices import check_devices, check_plugin
 from siirl_dask.driver.doctor.finding import DoctorFinding, DoctorState, fault
@@ -40,6 +40,7 @@ def examine(config: Config | None) -> list[DoctorFinding]:
         if config is not None:
             findings += _checked("storage", lambda: [check_storage(config.run.url)])
             findings += _checked("cluster", lambda: _cluster(config))
+            findings += _checked("servers", lambda: _servers(config))
         kinds = [
             kind
             for kind in DeviceKind
@@ -64,6 +65,16 @@ def _cluster(config: Config) -> Iterable[DoctorFinding]:
     from siirl_dask.driver.doctor.cluster import check_cluster
 
     return check_cluster(config.cluster)
+
+
+def _servers(config: Config) -> Iterable[DoctorFinding]:
+    rollouts = [config.rollout, *(agent.rollout for agent in config.agents.values())]
+    if not any(rollout.engine == Engine.server for rollout in rollouts):
+        return []
+    # torch and transformers, as the engine that is asked for imports them
+    from siirl_dask.driver.doctor.servers import check_servers
+
+    return check_servers(config)
 
 
 def _checked(part: str, check: Callable[[], Iterable[DoctorFinding]]) -> list[DoctorFinding]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from distributed import Client, Status
 
 from siirl_dask.collectives import interface_of
 from siirl_dask.config import ClusterConfig
+from siirl_dask.driver.checks.preflight import check_resources
 from siirl_dask.driver.clusters.deployment import check_spec
 from siirl_dask.driver.clusters.processes import hosts_of, members
 from siirl_dask.driver.clusters.scheduler_file import read_address
@@ -17,8 +20,10 @@ from siirl_dask.driver.doctor.logs import warnings_of
 from siirl_dask.driver.doctor.machine import check_limits
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.observe import Progress
+from siirl_dask.scheduler.idle_workers import has_resources
 
 _PART = "cluster"
+_RESOURCES = "resources"
 _PATIENCE = 10.0  # seconds for the scheduler's answer; a run waits for cluster.start_timeout
 _CLOSE_TIMEOUT = 0.5  # seconds
 _ALIKE = "install the same environment on every host, or start the workers from an image"
@@ -31,7 +36,7 @@ def check_cluster(cluster: ClusterConfig) -> list[DoctorFinding]:
     if cluster.spec:
         return [_described(cluster.spec)]
     if not cluster.exists:
-        return [ok(_PART, f"a run starts {counted(cluster.workers, 'worker')} on this machine")]
+        return _started_here(cluster)
     try:
         return _existing(cluster)
     except ConfigError as error:
@@ -42,6 +47,17 @@ def check_cluster(cluster: ClusterConfig) -> list[DoctorFinding]:
                 "start the scheduler, or correct cluster.address or cluster.scheduler_file",
             )
         ]
+
+
+def _started_here(cluster: ClusterConfig) -> list[DoctorFinding]:
+    findings = [ok(_PART, f"a run starts {counted(cluster.workers, 'worker')} on this machine")]
+    if cluster.resources:
+        try:
+            check_resources(cluster)
+        except ConfigError as error:
+            said, _, cure = str(error).rpartition("; ")
+            findings.append(fault(_RESOURCES, said, cure))
+    return findings
 
 
 def _described(path: str) -> DoctorFinding:
@@ -69,13 +85,14 @@ def _existing(cluster: ClusterConfig) -> list[DoctorFinding]:
     ) as error:  # no scheduler; a malformed address; tls without certificates
         raise ConfigError(f"no Dask scheduler answers at {address!r}: {error}") from error
     try:
-        return _workers(client, cluster.workers)
+        return _workers(client, cluster)
     finally:
         with suppress(TimeoutError):
             client.close(timeout=_CLOSE_TIMEOUT)
 
 
-def _workers(client: Client, wanted: int) -> list[DoctorFinding]:
+def _workers(client: Client, cluster: ClusterConfig) -> list[DoctorFinding]:
+    wanted = cluster.workers
     scheduler = client.scheduler_info(n_workers=-1)
     address = scheduler["address"]
     infos = scheduler["workers"].values()
@@ -91,6 +108,8 @@ def _workers(client: Client, wanted: int) -> list[DoctorFinding]:
                 _PART, f"{text}, and a run wants {wanted}", "start more, or lower cluster.workers"
             )
         ]
+    if cluster.resources:
+        findings.append(_judge_resources(address, infos, cluster))
     running = sum(worker["status"] == Status.running.name for worker in infos)
     with warnings_of("siirl_dask.driver") as warnings:
         try:
@@ -101,6 +120,32 @@ def _workers(client: Client, wanted: int) -> list[DoctorFinding]:
     if not warnings:
         findings.append(ok("versions", "the same in all processes"))
     return [*findings, *_hosts(client, addresses, wanted)]
+
+
+def _judge_resources(
+    address: str, workers: Collection[Mapping[str, Any]], cluster: ClusterConfig
+) -> DoctorFinding:
+    """Return the finding on the Dask resources that a run asks each of its workers for."""
+    needed = cluster.resources
+    each = " ".join(f"{name}={amount:g}" for name, amount in needed.items())
+    there = [worker["resources"] for worker in workers]
+    fitting = sum(has_resources(one, needed) for one in there)
+    if fitting >= cluster.workers:
+        return ok(_RESOURCES, f"{counted(fitting, 'worker')} with {each}")
+    most = {name: max(one.get(name, 0.0) for one in there) for name in needed}
+    short = [
+        f"none has any {name}" if not amount else f"none has more than {amount:g} of {name}"
+        for name, amount in most.items()
+        if amount < needed[name]
+    ]
+    why = f": {', '.join(short)}" if short else ""
+    return fault(
+        _RESOURCES,
+        f"{fitting} of {counted(len(there), 'worker')} have cluster.resources={needed}, and a run "
+        f"wants {cluster.workers}{why}",
+        f'dask worker {address} --nthreads 1 --memory-limit 0 --resources "{each}", or change '
+        "cluster.resources",
+    )
 
 
 def _hosts(client: Client, addresses: dict[str, str], wanted: int) -> list[DoctorFinding]:

@@ -28,7 +28,7 @@ from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
 from siirl_dask.runs.checkpoints import Checkpoint, find_checkpoints, unfinished_steps
 from siirl_dask.runs.folder import RunIdentity, read_identity
-from siirl_dask.runs.identity_file import DataVersion, read_identity_file
+from siirl_dask.runs.identity_file import DataVersion, read_identity_file, relocation_of
 from siirl_dask.runs.reader import Run
 from siirl_dask.runs.stages import Stage
 from siirl_dask.runs.tables import stored_steps
@@ -121,10 +121,12 @@ def find_resume_point(
         return ResumePoint()
     _check_unfinished(config, checkpoints[-1].step if checkpoints else 0)
     identity = RunIdentity.of(config, dag)
-    differences = [] if force else recorded.differences(identity)
+    moved = relocation_of(url)
+    differences = [] if force else recorded.differences(identity, moved)
     if differences:
+        was = "" if moved is None else f" (when it was started last it was at {moved.before!r})"
         raise ConfigError(
-            f"run.url={url!r} holds a run already, which differs in what decides its results: "
+            f"run.url={url!r} holds a run already{was}, which differs in what decides its results: "
             f"{'; '.join(differences)}. Give what it was started with, --force to go on all the "
             f"same, or {_OTHERWISE}"
         )
@@ -133,7 +135,7 @@ def find_resume_point(
     checkpoint, state, skipped = _newest_usable(url, checkpoints, damaged or {})
     changed = (
         ""
-        if state.digest == identity.digest()
+        if state.digest in (identity.digest(), recorded.digest())
         else ", of another configuration, DAG or version of siirl_dask"
     )
     return ResumePoint(

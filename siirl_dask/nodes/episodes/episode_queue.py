@@ -111,6 +111,8 @@ class EpisodeQueue:
     _failed: int = 0
     _running: int = 0
     """Turns that the engine has begun and not finished."""
+    _completed: int = 0
+    """Episodes whose results the source has."""
     _last_tick: float = field(default_factory=time.monotonic)
     _last_batch: float = field(default_factory=time.monotonic)
     """Time at which the engine got its latest turns."""
@@ -282,6 +284,8 @@ class EpisodeQueue:
         del self._open[opened.key]
         self.session.close(opened.key)
         self.source.complete(opened.ticket, opened.episode.result(self.device.worker))
+        self._completed += 1
+        self.device.sampled(self._completed, self.own_count)
 
     def _suspend(self, opened: OpenEpisode) -> None:
         del self._open[opened.key]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("siirl_dask.rollout")
 EXTENSION = "siirl_dask.rollout.server_engine.extension.LoadsWeights"
+_GENERATE = "/inference/v1/generate"
 _LARGEST = 256 * 2**20
 """Bytes of an answer, at most."""
 _SHOWN = 500
@@ -44,6 +45,8 @@ class _FailedError(Exception):
 class ServerFacts:
     """A server's own description of itself."""
 
+    model: str
+    """Path or name of the model that it was started with."""
     logprobs_mode: str
     dtype: str
     """Number type of its computation, such as ``float32``."""
@@ -76,15 +79,24 @@ class Server:
         self._client: AsyncHTTPClient | None = None
         self._warned = -_LONGEST_PAUSE
 
-    async def examine(self) -> ServerFacts:
-        """Ask a server what it is. ConfigError for one that is no server of vLLM, or was started
-        without what is needed.
+    async def examine(self, *, patiently: bool = True) -> ServerFacts:
+        """Ask a server what it is, as ``ask`` does, or without ``patiently`` a single time.
+        ConfigError for one that is no server of vLLM, or was started without what is needed.
         """
-        found = await self.ask("GET", "/server_info?config_format=json")
+        path = "/server_info?config_format=json"
+        if patiently:
+            found = await self.ask("GET", path)
+        else:
+            try:
+                found = await self._once("GET", path)
+            except (_OutOfReachError, _FailedError) as error:
+                raise ConfigError(f"{self.url}: it does not answer: {error}") from error
+        await self._check_generates()
         try:
             config = found["vllm_config"]
             model = config["model_config"]
             return ServerFacts(
+                model=str(model["model"]),
                 logprobs_mode=str(model["logprobs_mode"]),
                 dtype=str(model["dtype"]).removeprefix("torch."),
                 longest=int(model["max_model_len"]),
@@ -97,6 +109,19 @@ class Server:
                 f"{self.url}: it does not describe itself as a server of vLLM 0.32 does: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+    async def _check_generates(self) -> None:
+        """Raise ConfigError for a server that takes no requests by tokens: it would refuse the
+        first one of the run.
+        """
+        try:
+            response = await self._fetch("GET", _GENERATE, None)
+        except OSError:
+            return  # it was there a moment ago, and is asked again
+        if response.code == 404:  # one that takes them answers that they are not got
+            raise ConfigError(
+                f"{self.url}: it takes no requests at {_GENERATE}{_advice(404, _GENERATE)}"
+            )
 
     async def label(self) -> str:
         """Return the label of the weights that it has; ``default``: those that it started with."""
@@ -132,7 +157,7 @@ class Server:
         """Return the answer to a request for a response."""
         self.under_way += 1
         try:
-            return await self.ask("POST", "/inference/v1/generate", body)
+            return await self.ask("POST", _GENERATE, body)
         finally:
             self.under_way -= 1
 

@@ -83,7 +83,7 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
         for server in self._servers:
             with device.stage(f"the server at {server.url} is asked what it is"):
                 found = self._run(server.examine())
-            _check_server(server.url, found, model, self._mode)
+            check_server(server.url, found, model, self._mode)
             self._extended[server.url] = found.has_extension
             facts.append(found)
         self.context_length: int | None = min(found.longest for found in facts)
@@ -205,7 +205,7 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
         return self._loop.run_until_complete(coroutine)
 
 
-def _check_server(url: str, found: ServerFacts, model: ModelConfig, mode: str) -> None:
+def check_server(url: str, found: ServerFacts, model: ModelConfig, mode: str) -> None:
     """Raise ConfigError for a server whose samples would be others than the configuration's."""
     if found.logprobs_mode != mode:
         raise ConfigError(

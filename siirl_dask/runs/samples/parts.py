@@ -4,7 +4,8 @@ the partitions of a Dask collection.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -12,12 +13,15 @@ from siirl_storage import StorageError, join, open_fs
 from siirl_storage.formats import read_footer
 from siirl_storage.reading import read_rows
 
+from siirl_dask.coordinator.decoding import plain
 from siirl_dask.errors import DataError
 from siirl_dask.runs.absent import hint_if_absent
 from siirl_dask.runs.samples.rollouts import TABLE, saved_steps
+from siirl_dask.schema import decoded
 
 STEP = "step"
 """int64. The step of a row, which the name of its folder says."""
+_READERS = 16  # threads that read footers: on an object store each takes some round trips
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +40,10 @@ class SamplePart:
             raise DataError(f"{self.url!r} cannot be read: {error}") from error
         return own.remove_metadata().append(pa.field(STEP, pa.int64()))
 
-    def read(self) -> pa.Table:
-        """Return its rows, of which each has the ``step``. DataError for a damaged part, and for
-        one that was removed meanwhile.
+    def read(self, schema: pa.Schema) -> pa.Table:
+        """Return its rows, of which each has the ``step``, with the columns of ``schema``, as
+        ``common_schema`` returns it: those that the part lacks are null. DataError for a damaged
+        part, and for one that was removed meanwhile.
         """
         fs, path = open_fs(self.url)
         try:
@@ -51,7 +56,52 @@ class SamplePart:
             raise DataError(f"{self.url!r} cannot be read: {error}") from error
         table = pa.concat_tables([footer.schema.empty_table(), *groups])
         table = table.replace_schema_metadata(None)
-        return table.append_column(STEP, pa.array([self.step] * table.num_rows, pa.int64()))
+        table = table.append_column(STEP, pa.array([self.step] * table.num_rows, pa.int64()))
+        columns = [
+            plain(table[field.name]).cast(field.type)
+            if field.name in table.column_names
+            else pa.chunked_array([pa.nulls(table.num_rows, field.type)])
+            for field in schema
+        ]
+        return pa.table(columns, schema=schema)
+
+
+def common_schema(parts: Sequence[SamplePart]) -> pa.Schema:
+    """Return the columns of all parts, in types that hold the values of each, without dictionaries:
+    a start that resumes a run may save others than the one before.
+
+    DataError for a column of which no type holds all values, and for a damaged part.
+    """
+    with ThreadPoolExecutor(_READERS) as readers:
+        schemas = list(readers.map(SamplePart.schema, parts))
+    steps: dict[pa.Schema, int] = {}
+    for part, schema in zip(parts, schemas, strict=True):
+        own = pa.schema([field.with_type(decoded(field.type)) for field in schema])
+        steps.setdefault(own, part.step)
+    try:
+        return pa.unify_schemas(list(steps), promote_options="permissive")
+    except pa.ArrowException as error:
+        problem = next(_disagreements(steps), str(error))
+        raise DataError(
+            f"the parts have no columns in common: {problem}; ask for steps of one kind (steps=), "
+            "or by SQL, as in run.run.rollouts"
+        ) from error
+
+
+def _disagreements(steps: Mapping[pa.Schema, int]) -> Iterator[str]:
+    """Yield a clause for each column of which no type holds the values of all ``steps``, the first
+    one of each schema.
+    """
+    seen: dict[str, tuple[pa.Field, int]] = {}
+    for schema, step in steps.items():
+        for field in schema:
+            known, first = seen.setdefault(field.name, (field, step))
+            try:
+                pa.unify_schemas(
+                    [pa.schema([known]), pa.schema([field])], promote_options="permissive"
+                )
+            except pa.ArrowException:
+                yield f"{field.name!r} is {known.type} in step {first} and {field.type} in step {step}"
 
 
 def sample_parts(

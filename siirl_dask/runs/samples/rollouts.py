@@ -21,6 +21,7 @@ from siirl_storage import StorageError, join, open_fs
 from siirl_storage.committed import by_folder, newest_parts, whole_folders
 from siirl_storage.exact_names import confine, make_known, sql_list
 from siirl_storage.files import at, list_files
+from siirl_storage.formats import read_footer
 
 from siirl_dask.coordinator.stored_rows import step_name, step_of
 from siirl_dask.errors import DataError, SiirlError, counted, did_you_mean
@@ -40,6 +41,7 @@ _FOLDER = r"/step=(\d+)/[^/]*$"
 _LITTLE = "SET threads = 1; SET memory_limit = '1GB'"
 """Settings for somebody else's process, such as a scheduler's."""
 _WRITER = r"part-(\d{4,})-\d{5,}\.\w+$"
+_READERS = 16  # threads that read footers
 _PAUSE = 0.1  # seconds between two requests to end a query
 _T = TypeVar("_T")
 
@@ -89,6 +91,8 @@ class Rollouts:
     schema: pa.Schema
     remark: str
     """A sentence about steps that are not whole, which may be empty."""
+    is_mixed: bool
+    """Whether the parts have several sets of columns."""
     _connection: duckdb.DuckDBPyConnection
 
     @property
@@ -133,7 +137,12 @@ class Rollouts:
                 raise
 
     def of_steps(self, steps: Sequence[int]) -> str:
-        """Return a table expression for SQL that reads the parts of these steps alone."""
+        """Return a table expression for SQL that has the rows of these steps alone, and reads no
+        others where all parts have the same columns.
+        """
+        if self.is_mixed:
+            numbers = ", ".join(map(str, steps))
+            return f"(SELECT * FROM {self.view} WHERE step IN ({numbers}))"
         return _source(self.fs, [path for step in steps for path in self.files[step]])
 
     def column(self, path: str) -> str:
@@ -257,13 +266,39 @@ def _opened(
         confine(connection, fs, root)
         with as_data_error():
             everything = [path for paths in files.values() for path in paths]
-            connection.execute(
-                f"CREATE VIEW {quoted(table)} AS SELECT * FROM {_source(fs, everything)}"
-            )
+            is_mixed = _have_several_schemas(fs, everything)
+            source = _source(fs, everything, union=is_mixed)
+            connection.execute(f"CREATE VIEW {quoted(table)} AS SELECT * FROM {source}")
             schema = (
                 connection.sql(f"SELECT * FROM {quoted(table)} LIMIT 0").to_arrow_table().schema
             )
-        yield Rollouts(table, fs, files=files, schema=schema, remark=remark, _connection=connection)
+        yield Rollouts(
+            table,
+            fs,
+            files=files,
+            schema=schema,
+            remark=remark,
+            is_mixed=is_mixed,
+            _connection=connection,
+        )
+
+
+def _have_several_schemas(fs: AbstractFileSystem, paths: Sequence[str]) -> bool:
+    """Return whether the parts of several starts have other columns: a run that is resumed with
+    another DAG saves others. All parts of one start have the same.
+    """
+    of_starts: dict[str | None, str] = {}
+    for path in paths:
+        named = re.search(_WRITER, path)
+        of_starts.setdefault(None if named is None else named[1], path)
+    if len(of_starts) == 1:
+        return False
+    with ThreadPoolExecutor(_READERS) as readers:
+        try:
+            footers = list(readers.map(lambda path: read_footer(fs, path), of_starts.values()))
+        except (StorageError, FileNotFoundError):
+            return True  # a query says which part is damaged
+    return len({footer.schema.remove_metadata() for footer in footers}) > 1
 
 
 def in_words(steps: range) -> str:
@@ -297,9 +332,11 @@ def as_data_error() -> Iterator[None]:
         raise DataError(f"the query failed: {error}") from error
 
 
-def _source(fs: AbstractFileSystem, paths: Sequence[str]) -> str:
+def _source(fs: AbstractFileSystem, paths: Sequence[str], *, union: bool = False) -> str:
     """Return SQL for the rows of these files, with the columns ``step`` and ``attempt`` from their
     own names.
+
+    With ``union`` the columns of all files, which DuckDB opens for that; else those of the first.
 
     DuckDB's own columns from ``key=value`` would be those of all folders above the run as well.
     """
@@ -307,7 +344,8 @@ def _source(fs: AbstractFileSystem, paths: Sequence[str]) -> str:
         f"(SELECT COLUMNS(lambda name: lower(name) NOT IN ('step', '{_PATH}')), "
         f"CAST({_step_in_path(paths)} AS BIGINT) AS step, "
         f"TRY_CAST(regexp_extract({_PATH}, '{_WRITER}', 1) AS BIGINT) AS {ATTEMPT} "
-        f"FROM read_parquet({sql_list(fs, paths)}, hive_partitioning=false, filename='{_PATH}'))"
+        f"FROM read_parquet({sql_list(fs, paths)}, hive_partitioning=false, "
+        f"union_by_name={str(union).lower()}, filename='{_PATH}'))"
     )
 
 

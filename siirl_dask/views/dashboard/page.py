@@ -140,6 +140,7 @@ class Page:
             found=traced.found if traced else None,
             silent=self._silent(run, now),
             sample=self._newest,
+            is_served=self._source.is_served,
         )
         self._top.show(run, head)
         run.looked_at = now

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class SchedulerSource:
     """Knows of runs what drivers and workers tell the scheduler."""
 
+    is_served = False
+
     def __init__(self, scheduler: Scheduler, store: RunStore) -> None:
         self.store = store
         self._scheduler = scheduler

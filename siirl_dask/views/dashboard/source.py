@@ -25,6 +25,8 @@ class PageSource(Protocol):
     """Where a page finds its runs: a scheduler that they use, or their folders."""
 
     store: RunStore
+    is_served: bool
+    """Whether a server of the page alone shows it, which may end while the run goes on."""
 
     def refresh(self) -> None:
         """Bring the store up to date."""

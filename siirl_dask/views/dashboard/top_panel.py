@@ -56,6 +56,8 @@ class Head:
     silent: float = 0.0
     """Seconds without any progress."""
     sample: HeadSample = field(default_factory=HeadSample)
+    is_served: bool = False
+    """Whether a server of the page alone shows it: it may end, and the run go on."""
 
 
 class TopPanel:
@@ -310,22 +312,31 @@ def _seconds_left(run: LiveRun) -> float | None:
 
 
 def _farewell(run: LiveRun, head: Head) -> str:
-    """Return what the browser shows where the connection is lost: how the run ended, as far as it
-    has said, and what to type.
+    """Return what the browser shows where the connection is lost: that of a page of ``serve`` with
+    its server, else with the run; how the run ended, as far as it has said, and what to type.
     """
     url = redacted(run.url)
     ending = head.ending
-    if ending is None:
-        said = (
-            f"<b>This page has lost the run {html.escape(run.name)}</b> after step {run.step} of "
-            f"{run.steps}: its process has ended or cannot be reached, and what is below is old."
+    name = html.escape(run.name)
+    lines = []
+    if head.is_served:
+        lines.append("<b>The server of this page has ended</b>, or cannot be reached.")
+    if ending is not None:
+        lines.append(
+            f"<b>The run {name} has ended: {html.escape(ending.status)}</b>, after step {run.step} "
+            f"of {run.steps}. What is below is how it was then."
+        )
+    elif head.is_served:
+        lines.append(
+            f"The run {name} needs no such server: it was at step {run.step} of {run.steps}, and "
+            "what is below is how it was then."
         )
     else:
-        said = (
-            f"<b>The run {html.escape(run.name)} has ended: {html.escape(ending.status)}</b>, after "
-            f"step {run.step} of {run.steps}. What is below is how it was then."
+        lines.append(
+            f"<b>This page has lost the run {name}</b> after step {run.step} of {run.steps}: its "
+            "process has ended or cannot be reached, and what is below is old."
         )
-    lines = [said, f"<code>siirl-dask serve {html.escape(shlex.quote(url))}</code> shows this page"]
+    lines += [f"<code>siirl-dask serve {html.escape(shlex.quote(url))}</code> shows this page"]
     if ending is not None and ending.resume:
         lines.append(f"<code>{html.escape(ending.resume)}</code> goes on with it")
     return "<br>".join(lines)

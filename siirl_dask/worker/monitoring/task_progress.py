@@ -33,6 +33,10 @@ class Reading:
     """Where its task is; empty between tasks."""
     waits: bool = False
     """Whether it does nothing but wait for other workers."""
+    sampled: int = 0
+    """Samples or episodes that it has completed in the node that draws them."""
+    to_sample: int = 0
+    """Number of its own there."""
 
     @staticmethod
     def of(metrics: Mapping[str, Any], name: str) -> Reading:
@@ -40,8 +44,8 @@ class Reading:
         missing or malformed.
         """
         match metrics.get(name):
-            case [int(beats), str(place), bool(waits)]:
-                return Reading(beats, place[:200], waits)
+            case [int(beats), str(place), bool(waits), int(sampled), int(to_sample)]:
+                return Reading(beats, place[:200], waits, sampled=sampled, to_sample=to_sample)
         return Reading()
 
 
@@ -58,6 +62,7 @@ class TaskProgress:
         self.thread: int | None = None
         """Number of the thread that entered a place last: the task's."""
         self._waits = 0
+        self._sampled = (0, 0)
         self.requests = 0
         """Requests that this worker's engine is processing."""
         self.waiting_requests = 0
@@ -130,6 +135,12 @@ class TaskProgress:
             self._waits -= 1
             self.beat()
 
+    def sampled(self, done: int, total: int) -> None:
+        """Set how many samples or episodes of a node this worker has completed, and the number of
+        its own.
+        """
+        self._sampled = (done, total)
+
     def engine_has(self, requests: int) -> None:
         """Set the number of requests that this worker's engine is processing."""
         self.requests = requests
@@ -151,6 +162,7 @@ class TaskProgress:
             waiting=self.waiting,
             engine_has=self.engine_has,
             engine_cache=self.engine_cache,
+            sampled=self.sampled,
         )
 
     @property
@@ -167,4 +179,4 @@ class TaskProgress:
     def read(self) -> list[Any]:
         """Return the reading as plain data, for a heartbeat."""
         self.read_at = time.monotonic()
-        return [self._beats, self.place, self.waits]
+        return [self._beats, self.place, self.waits, *self._sampled]

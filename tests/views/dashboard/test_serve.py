@@ -5,19 +5,27 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import urlsplit
+from uuid import uuid4
 
+import fsspec
 import pytest
 from bokeh.document import Document
+from fsspec.implementations.memory import MemoryFileSystem
 from tornado.ioloop import IOLoop
 
 from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.observe import RunFailure, Status
+from siirl_dask.runs.attempt import take
 from siirl_dask.views.dashboard.page import show_page
 from siirl_dask.views.dashboard.reader import Reader
+from siirl_dask.views.dashboard.served import store_threads
 from siirl_dask.views.dashboard.served.folder_source import FolderSource, Looks
 from siirl_dask.views.dashboard.served.server import RunServer, served_runs
 from tests.written_runs import begin_run, end_run, start_run, whole_run
@@ -59,6 +67,7 @@ def test_a_run_that_failed_says_why_and_what_to_type_and_runs_no_text_of_its_own
     failure = RunFailure(kind="NodeError", message=HOSTILE, resume=f"siirl-dask run {HOSTILE}")
     end_run(url, status=Status.FAILED, error=HOSTILE, failure=failure)
     for text in shown(url):
+        assert "lost the run" not in text
         assert "failed" in text
         assert "siirl-dask run &lt;script&gt;" in text
         assert "<script" not in text
@@ -70,6 +79,17 @@ def test_a_run_whose_process_is_gone_without_a_word_is_not_shown_as_training(tmp
     state, farewell = shown(url)
     assert "gone" in state
     assert "training</span>" not in state + farewell
+
+
+def test_a_page_whose_server_was_stopped_says_so_and_not_that_the_run_was_lost(tmp_path):
+    url = begin_run(tmp_path / "run")
+    with take(str(url), 30.0, print):
+        state, farewell = shown(url)
+    assert "training</span>" in state
+    assert "The server of this page has ended" in farewell
+    assert f"siirl-dask serve {url}" in farewell
+    assert "lost the run" not in farewell
+    assert "has ended:" not in farewell
 
 
 @pytest.fixture
@@ -85,12 +105,19 @@ def folder(tmp_path):
 
 @pytest.fixture
 def server(folder):
-    """A server of that folder, on a thread of its own: what to ask, and the answer."""
+    """A server of that folder: what to ask, and the answer."""
+    with serving(served_runs(str(folder))) as ask:
+        yield ask
+
+
+@contextmanager
+def serving(runs):
+    """Serve runs on a thread of its own; yield what to ask."""
     ready = threading.Event()
     held = {}
 
     def serve():
-        held["server"] = server = RunServer(served_runs(str(folder)), "127.0.0.1", 0)
+        held["server"] = server = RunServer(runs, "127.0.0.1", 0)
         held["loop"] = IOLoop.current()
         held["loop"].add_callback(ready.set)
         server.serve()
@@ -109,6 +136,70 @@ def server(folder):
     yield ask
     held["loop"].add_callback(held["loop"].stop)
     thread.join(20)
+
+
+class SlowStore(MemoryFileSystem):
+    """A store whose folders are listed when the test lets them be."""
+
+    protocol = "slow"
+    store: ClassVar = {}
+    pseudo_dirs: ClassVar = [""]
+    may_list = threading.Event()
+    asked = threading.Semaphore(0)
+
+    def ls(self, path, detail=True, **options):
+        self.asked.release()
+        assert self.may_list.wait(60)
+        return super().ls(path, detail=detail, **options)
+
+
+@pytest.fixture
+def slow():
+    """A folder of one run in a store that does not answer any more."""
+    fsspec.register_implementation("slow", SlowStore, clobber=True)
+    SlowStore.may_list.set()
+    url = f"slow://{uuid4().hex}/runs"
+    whole_run(f"{url}/one")
+    runs = served_runs(url)
+    SlowStore.may_list.clear()
+    while SlowStore.asked.acquire(blocking=False):
+        pass
+    yield runs
+    SlowStore.may_list.set()
+
+
+@pytest.mark.parametrize("page", ["/", "/run?name=one", "/compare?name=one"])
+def test_other_pages_answer_while_a_store_does_not(page, slow):
+    with serving(slow) as ask, ThreadPoolExecutor(1) as viewers:
+        waiting = viewers.submit(ask, page)
+        assert SlowStore.asked.acquire(timeout=20)
+        assert ask("/compare")[0] == 400
+        assert ask("/static/js/bokeh.min.js")[0] == 200
+        assert not waiting.done()
+        SlowStore.may_list.set()
+        assert waiting.result(60)[0] == 200
+
+
+def test_a_viewer_of_a_store_that_does_not_answer_is_told_and_asks_it_no_second_time(
+    slow, monkeypatch
+):
+    monkeypatch.setattr(store_threads, "PATIENCE", 0.3)
+    with serving(slow) as ask:
+        for page in ("/", "/", "/run?name=one"):
+            status, text = ask(page)
+            assert status == 502
+            assert "has not answered for 0.3 s" in text or page != "/"
+        assert SlowStore.asked.acquire(timeout=20)
+        assert SlowStore.asked.acquire(timeout=20)
+        assert not SlowStore.asked.acquire(blocking=False), "one thread for each question"
+        names = [f"/run?name={number}" for number in range(20)]
+        assert {ask(name)[0] for name in names} == {502}
+        threads = [one for one in threading.enumerate() if one.name == "siirl-list"]
+        assert len(threads) <= 8
+        SlowStore.may_list.set()
+        for thread in threads:
+            thread.join(20)
+        assert ask("/")[0] == 200
 
 
 def test_a_folder_of_runs_is_a_list_with_a_page_each_and_a_comparison(server):

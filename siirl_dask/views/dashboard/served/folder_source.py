@@ -61,6 +61,8 @@ class Looks:
 class FolderSource:
     """Knows of one run what its folder has; it needs no scheduler and none of its workers."""
 
+    is_served = True
+
     def __init__(self, looks: Looks, url: str, name: str) -> None:
         self._looks = looks
         self._run = LiveRun(url, name=name)

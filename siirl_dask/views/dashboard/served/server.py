@@ -6,14 +6,15 @@ and requests of other sites, or to other hosts, get 403.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from socket import getfqdn, gethostname
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from bokeh.application import Application
-from bokeh.application.handlers.function import FunctionHandler
+from bokeh.application.handlers.handler import Handler
 from bokeh.core.templates import get_env
 from bokeh.server.server import BaseServer
 from bokeh.server.tornado import BokehTornado
@@ -35,6 +36,7 @@ from siirl_dask.views.dashboard.served.run_list import (
     run_address,
     runs_in,
 )
+from siirl_dask.views.dashboard.served.store_threads import StoreThreads
 from siirl_dask.views.dashboard.style import SERVED_TEMPLATE
 from siirl_dask.views.report.gather import gather
 from siirl_dask.views.report.page import page as report_page
@@ -43,6 +45,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY_ADDRESS = ("0.0.0.0", "::")
 _NAME = "name"
 _TOKEN_SECONDS = 3600  # within which a page that was loaded may connect
+_COMPARED = 600.0  # seconds for all that is read of runs that are compared
 _LONGEST = 300  # characters of a name
 
 
@@ -60,10 +63,14 @@ class ServedRuns:
             return [self.url.rstrip("/").rpartition("/")[2]]
         return runs_in(self.url)
 
-    def url_of(self, name: str) -> str | None:
-        """Return the URL of a run; None for a name that is none of them."""
-        if name not in self.names():
-            return None
+    def urls(self, names: Collection[str]) -> list[str | None]:
+        """Return the URL of each run; None for a name that is none of them. ConfigError for a store
+        that fails.
+        """
+        there = self.names()
+        return [self._url_of(name) if name in there else None for name in names]
+
+    def _url_of(self, name: str) -> str:
         return self.url if self.alone else join(self.url, name)
 
 
@@ -86,12 +93,9 @@ class RunServer:
 
     def __init__(self, runs: ServedRuns, address: str, port: int) -> None:
         self._looks = Looks()
-        template = get_env().from_string(SERVED_TEMPLATE)
-        show = partial(_document, runs, self._looks, template)
-        patterns: list[Any] = [
-            ("/", _ListHandler, {"runs": runs}),
-            ("/compare", _CompareHandler, {"runs": runs}),
-        ]
+        threads = StoreThreads()
+        parts = {"runs": runs, "threads": threads}
+        patterns: list[Any] = [("/", _ListHandler, parts), ("/compare", _CompareHandler, parts)]
         try:
             sockets, taken = bind_sockets(address, port)
         except OSError as error:
@@ -104,7 +108,7 @@ class RunServer:
         shown = f"[{shown}]" if ":" in shown else shown
         self.address = f"http://{shown}:{taken}/"
         app = BokehTornado(
-            {"/run": Application(FunctionHandler(show))},
+            {"/run": Application(_RunPages(runs, self._looks, threads))},
             absolute_url=self.address,
             extra_websocket_origins=["*"],  # other sites are refused before Bokeh asks
             extra_patterns=patterns,
@@ -127,31 +131,61 @@ class RunServer:
             self._server.stop()
 
 
-def _document(runs: ServedRuns, looks: Looks, template: Any, doc: Any) -> None:
-    arguments = doc.session_context.request.arguments
-    name = next(iter(arguments.get(_NAME, ())), b"").decode(errors="replace")[:_LONGEST]
-    try:
-        url = runs.url_of(name)
-    except SiirlError as error:
-        raise HTTPError(502, str(error)) from error
-    if url is None:
-        raise HTTPError(404, "no run of this name is here")
-    source = FolderSource(looks, url, name)
-    extra = {"index": "" if runs.alone else "./"}
-    show_page(source, template, extra, doc)
-    doc.title = f"{name}: siirl"
+class _RunPages(Handler):
+    """Makes the page of a run for each viewer: the run is looked for before, in a thread, while
+    Bokeh makes documents on the event loop of all pages.
+    """
+
+    def __init__(self, runs: ServedRuns, looks: Looks, threads: StoreThreads) -> None:
+        super().__init__()
+        self._runs = runs
+        self._looks = looks
+        self._threads = threads
+        self._template = get_env().from_string(SERVED_TEMPLATE)
+        self._found: WeakKeyDictionary[Any, str | SiirlError | None] = WeakKeyDictionary()
+
+    async def on_session_created(self, session_context: Any) -> None:
+        """Look for the run that a viewer asks for."""
+        name = _name_of(session_context)
+        try:
+            (found,) = await self._threads.read(("run", name), partial(self._runs.urls, [name]))
+        except SiirlError as error:
+            # Bokeh logs what is raised here, and goes on
+            self._found[session_context] = error
+        else:
+            self._found[session_context] = found
+
+    def modify_document(self, doc: Any) -> None:
+        """Make the page of the run that was found."""
+        found = self._found.pop(doc.session_context)
+        if isinstance(found, SiirlError):
+            raise HTTPError(502, str(found)) from found
+        if found is None:
+            raise HTTPError(404, "no run of this name is here")
+        name = _name_of(doc.session_context)
+        source = FolderSource(self._looks, found, name)
+        extra = {"index": "" if self._runs.alone else "./"}
+        show_page(source, self._template, extra, doc)
+        doc.title = f"{name}: siirl"
+
+
+def _name_of(session_context: Any) -> str:
+    arguments = session_context.request.arguments
+    name: str = next(iter(arguments.get(_NAME, ())), b"").decode(errors="replace")
+    return name[:_LONGEST]
 
 
 class _RunsHandler(RequestHandler):
     """Answers with HTML; what it reads, it reads in a thread."""
 
-    def initialize(self, runs: ServedRuns) -> None:
+    def initialize(self, runs: ServedRuns, threads: StoreThreads) -> None:
         self.runs = runs
+        self._threads = threads
 
-    async def answer(self, page: Callable[[], str]) -> None:
-        """Write what ``page`` returns, or why it cannot."""
+    async def answer(self, page: Callable[[], str], patience: float | None = None) -> None:
+        """Write what ``page`` returns, or why it cannot within ``patience`` seconds."""
         try:
-            self.write(await IOLoop.current().run_in_executor(None, page))
+            self.write(await self._threads.read(self.request.uri, page, patience))
         except SiirlError as error:
             self.set_status(502)
             self.set_header("Content-Type", "text/plain; charset=utf-8")
@@ -178,10 +212,10 @@ class _CompareHandler(_RunsHandler):
         names = self.get_arguments(_NAME)[: MOST_COMPARED + 1]
         if not 1 <= len(names) <= MOST_COMPARED:
             raise HTTPError(400, reason=f"choose 1 to {MOST_COMPARED} runs to compare")
-        await self.answer(partial(self._page, names))
+        await self.answer(partial(self._page, names), _COMPARED)
 
     def _page(self, names: Sequence[str]) -> str:
-        urls = [self.runs.url_of(name) for name in dict.fromkeys(names)]
+        urls = self.runs.urls(dict.fromkeys(names))
         found = [url for url in urls if url is not None]
         if len(found) < len(urls):
             raise HTTPError(404, reason="there is no run of one of these names")

@@ -1,0 +1,76 @@
+"""Asks the servers that a configuration generates with what an engine asks them at its start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+from siirl_dask.config import Config, Engine, ModelConfig, RolloutConfig
+from siirl_dask.driver.doctor.finding import DoctorFinding, fault, ok
+from siirl_dask.errors import ConfigError, SiirlError
+from siirl_dask.rollout.server_engine.connection import Server, ServerFacts
+from siirl_dask.rollout.server_engine.engine import check_server
+from siirl_dask.rollout.vllm_engine.row_parameters import logprobs_mode
+
+_PATIENCE = 5.0  # seconds for a server's answer; a run waits for rollout.server.patience
+_START = (
+    "start it by python -m siirl_dask.rollout.server_engine.serve MODEL, on an address that this "
+    "machine and the workers reach, or correct rollout.server.urls (docs/engines.md)"
+)
+_OTHERS = "start it with other options, or change the key (docs/engines.md)"
+
+
+def check_servers(config: Config) -> list[DoctorFinding]:
+    """Return a finding on each server of the configuration and its agents; none where no engine
+    generates with servers. All are asked at once, and nothing is loaded.
+    """
+    return asyncio.run(_examine_all(config))
+
+
+async def _examine_all(config: Config) -> list[DoctorFinding]:
+    asked = [
+        asyncio.create_task(_examine(url, model, rollout))
+        for model, rollout in _engines(config)
+        for url in rollout.server.urls
+    ]
+    return [await finding for finding in asked]
+
+
+def _engines(config: Config) -> Iterator[tuple[ModelConfig, RolloutConfig]]:
+    """Yield model and options of each engine that generates with servers."""
+    users: list[tuple[ModelConfig, RolloutConfig]] = [
+        (agent.model, agent.rollout) for agent in config.agents.values()
+    ]
+    seen: set[tuple[str, ...]] = set()
+    for model, rollout in [(config.model, config.rollout), *users]:
+        urls = tuple(rollout.server.urls)
+        if rollout.engine == Engine.server and urls not in seen:
+            seen.add(urls)
+            yield model, rollout
+
+
+async def _examine(url: str, model: ModelConfig, rollout: RolloutConfig) -> DoctorFinding:
+    part = f"server {url}"
+    short = replace(rollout.server, timeout=_PATIENCE)
+    server = Server(url, short, 1, lambda: None)
+    try:
+        found = await server.examine(patiently=False)
+    except SiirlError as error:
+        return fault(part, str(error).removeprefix(f"{url}: "), _START)
+    finally:
+        server.close()
+    try:
+        check_server(url, found, model, logprobs_mode(rollout))
+    except ConfigError as error:
+        said, _, cure = str(error).removeprefix(f"{url}: ").rpartition("; ")
+        return fault(part, said, cure) if said else fault(part, cure, _OTHERS)
+    return ok(part, _described(found))
+
+
+def _described(found: ServerFacts) -> str:
+    device = "a CPU" if found.on_cpu else "a device"
+    return (
+        f"it has {found.model}, computes in {found.dtype} on {device}, takes {found.longest:,} "
+        f"tokens and reports {found.logprobs_mode}"
+    )
