@@ -17,12 +17,21 @@ import pytest
 from safetensors.torch import load_file
 
 from siirl_dask.cli import main
-from siirl_dask.config import Dtype, Engine, ImagesConfig, ModelConfig, RolloutConfig, VllmConfig
+from siirl_dask.config import (
+    Config,
+    Dtype,
+    Engine,
+    ImagesConfig,
+    ModelConfig,
+    RolloutConfig,
+    VllmConfig,
+)
 from siirl_dask.config.file import shipped
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, DataError, RunError
 from siirl_dask.images import Image
-from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling, build_engine
+from siirl_dask.models.shapes import count_parameters
+from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling, build_engine, check_engine
 from siirl_dask.rollout.process_engine.engine import ProcessEngine
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, tiny_model
 from siirl_dask.tasks.tiny_vlm import tiny_vlm
@@ -317,8 +326,10 @@ def test_a_run_gives_the_rows_of_engines_in_its_workers(engine, train):
     own = train("own", *common)
     columns = ["row_id", "prompt", "response_ids", "reward", "weights_version", "rollout_logprobs"]
     for step in (1, 2):
-        tables = [run.table("rollouts", step).select(columns) for run in (apart, own)]
-        assert tables[0].equals(tables[1]), step
+        tables = [run.table("rollouts", step) for run in (apart, own)]
+        for column in columns:
+            found = [table[column].to_pylist() for table in tables]
+            assert found[0] == found[1], (step, column)
 
 
 @pytest.mark.parametrize(
@@ -345,10 +356,25 @@ def test_engines_that_cannot_are_refused_by_plan(overrides, said, capsys, digits
     assert re.search(f"rollout.process=true.*{said}", line), line
 
 
-def test_the_plan_counts_the_weights_that_wait_for_the_next_process(digits_task, tmp_path, capsys):
-    given = [str(shipped("quickstart.yaml")), *digits_overrides(digits_task, tmp_path / "run")]
-    main(["plan", *given, "rollout.process=true"])
-    assert "its engine is in a process beside each worker" in capsys.readouterr().out
+def test_the_plan_counts_the_weights_that_wait_for_the_next_process(served_model):
+    model = ModelConfig(path=str(served_model))
+    costs = []
+    for process in (False, True):
+        config = Config(rollout=RolloutConfig(engine=Engine.vllm, process=process))
+        costs.append(check_engine({"model": model}, ["0", "1"], config))
+    weights = 4 * count_parameters(str(served_model)).total
+    assert costs[1].memory == costs[0].memory + weights
+    assert costs[1].notes != costs[0].notes
+
+
+@pytest.mark.parametrize("settings", [{"process": True}, {"in_flight": True, "max_staleness": 1}])
+def test_the_plan_proposes_no_ranks_to_an_engine_that_has_one(settings, served_model):
+    """It tries settings that need less memory, and these it must not try."""
+    config = Config(rollout=RolloutConfig(engine=Engine.vllm, **settings))
+    cost = check_engine({"model": ModelConfig(path=str(served_model))}, ["0", "1"], config)
+    proposed = [remedy.setting for remedy in cost.device.remedies]
+    assert proposed
+    assert not [setting for setting in proposed if "tensor_parallel_size" in setting]
 
 
 def test_the_engine_of_a_worker_is_built_in_its_process_unless_asked_for(served_model):

@@ -177,6 +177,7 @@ class EngineCommands:
         import torch  # takes seconds
 
         described = read_described(value)
+        logging.getLogger("siirl_dask").setLevel(described.log_level)
         torch.set_num_threads(described.threads)
         accelerator.bind(described.device.kind, described.device.index)
         hide()

@@ -44,6 +44,8 @@ class DescribedInputs:
     ranks: int
     threads: int
     """Threads of torch on a CPU: sums depend on their number."""
+    log_level: int
+    """Level of ``logging`` from which on the engine's messages are shown."""
     lora: LoraConfig | None = None
     images: ImagesConfig | None = None
     agents: tuple[str, ...] = field(default=())
@@ -69,7 +71,7 @@ class DescribedInputs:
         )
 
 
-def describe(engine: str, inputs: EngineInputs, threads: int) -> dict[str, Any]:
+def describe(engine: str, inputs: EngineInputs, *, threads: int, log_level: int) -> dict[str, Any]:
     """Return the plain data of ``inputs`` for ``read_described``."""
     names = DescribedDevice.__dataclass_fields__
     device = {name: getattr(inputs.device, name) for name in names}
@@ -81,6 +83,7 @@ def describe(engine: str, inputs: EngineInputs, threads: int) -> dict[str, Any]:
         "rank": inputs.rank.rank,
         "ranks": inputs.rank.size,
         "threads": threads,
+        "log_level": log_level,
         "lora": None if inputs.lora is None else asdict(inputs.lora),
         "images": None if inputs.images is None else asdict(inputs.images),
         "agents": list(inputs.agents),

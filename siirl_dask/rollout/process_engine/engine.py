@@ -93,7 +93,13 @@ class ProcessEngine(HoldsNoGroups):
         self._base = BaseWeights(inputs.model.path, self._parameters)
         self._device = inputs.device
         name = rollout.engine if ":" in rollout.engine else spec.name
-        self._described = describe(name, inputs, torch.get_num_threads())
+        self._described = describe(
+            name,
+            inputs,
+            threads=torch.get_num_threads(),
+            log_level=logger.getEffectiveLevel(),
+        )
+        self._defaults = spec.environment
         self._reads_urls = inputs.processor is not None  # images at URLs, perhaps with a login
         self._owned = OwnedProcess()
         self._finish = weakref.finalize(self, self._owned.close)  # also where nobody calls close()
@@ -252,9 +258,10 @@ class ProcessEngine(HoldsNoGroups):
 
     def _start(self) -> EngineProcess:
         """Start a process and build the engine there. RunError where that ends it."""
-        process = EngineProcess(self._device, with_secrets=self._reads_urls)
+        process = EngineProcess(self._device, self._defaults, with_secrets=self._reads_urls)
         try:
-            facts = process.command("build", self._described)
+            with self._device.stage("a process for the engine starts"):
+                facts = process.command("build", self._described)
         except ProcessLostError as error:
             raise RunError(
                 f"the process of the engine (rollout.process=true) {process.how_it_ended()}\n"

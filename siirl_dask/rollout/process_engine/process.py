@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from threading import Thread
 from typing import Any
@@ -52,8 +52,10 @@ class EngineProcess:
     itself; its folder of temporary files goes with it.
     """
 
-    def __init__(self, device: Device, *, with_secrets: bool) -> None:
-        """``with_secrets`` lets it have environment variables that hold secrets, by name or form."""
+    def __init__(self, device: Device, defaults: Mapping[str, str], *, with_secrets: bool) -> None:
+        """``defaults`` are environment variables of the engine's; one that is set here stays.
+        ``with_secrets`` lets the process have those that hold secrets, by name or form.
+        """
         self.holds: object = None
         """Weights that it has; None: those of the model's folder."""
         self._device = device
@@ -69,7 +71,7 @@ class EngineProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=_environment(self._folder, with_secrets=with_secrets),
+                env={**defaults, **_environment(self._folder, with_secrets=with_secrets)},
             )
         self._socket = MessageSocket(ours)
         self._reader = Thread(target=self._forward, name="siirl-engine-output", daemon=True)
