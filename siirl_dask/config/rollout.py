@@ -48,6 +48,10 @@ class RolloutConfig:
     """Engine that generates: ``vllm``, ``sglang``, ``transformers``; ``server``, for servers that
     are there already; ``auto``, which is vLLM if it is installed, else transformers; or
     ``module:NAME`` or ``file.py:NAME`` of an ``EngineSpec`` of your own."""
+    process: bool = False
+    """Run the engine in a process of its own, which its worker starts and owns: what ends that
+    process does not end the worker, which starts another and asks it again. Samples do not
+    change."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Options of an engine of your own, as its spec describes them, such as ``{rows: 8}``."""
     n: int = 8
@@ -241,6 +245,11 @@ class RolloutConfig:
         else:
             self._check_own_engine()
         size = self.tensor_parallel_size
+        if self.process and size > 1:
+            raise ConfigError(
+                f"rollout.process=true with rollout.tensor_parallel_size={size}: a process has an "
+                "engine of one rank; leave one of them out"
+            )
         self._check_sglang()
         self._check_server()
         if self.engine != Engine.transformers:

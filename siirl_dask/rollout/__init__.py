@@ -134,7 +134,13 @@ def _build(spec: EngineSpec, inputs: EngineInputs) -> RolloutEngine:
     spec.installation.check()
     if rollout.tensor_parallel_size > 1 and not spec.abilities.tensor_parallel:
         check_passed_over(rollout)
-    return spec.build(replace(inputs, model=model, processor=processor))
+    inputs = replace(inputs, model=model, processor=processor)
+    if not rollout.process:
+        return spec.build(inputs)
+    # imports torch and transformers
+    from siirl_dask.rollout.process_engine.engine import ProcessEngine
+
+    return ProcessEngine(spec, inputs)
 
 
 def _check_stop_tokens(model: ModelConfig, rollout: RolloutConfig) -> None:

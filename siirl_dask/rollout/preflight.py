@@ -61,8 +61,10 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     elif parameters is not None:
         weights = -(-model.dtype.itemsize * parameters.total // rollout.tensor_parallel_size)
         memory = weights + spec.memory.host_cache(rollout)
+        if rollout.process:
+            memory += weights  # for a process that is started again
         device = _on_device(spec, role, parameters, len(workers))
-    notes = (*_notes(rollout.tensor_parallel_size, workers), *engine_notes)
+    notes = (*_notes(rollout, workers), *engine_notes)
     cost = RoleCost(memory=memory, device=device, notes=notes, reads=(model.path,))
     agent = options.get("agent", "")
     base = tuple(options.get("base", ()))
@@ -95,6 +97,8 @@ def _check_abilities(spec: EngineSpec, role: EngineRole) -> None:
     if not own.in_flight and rollout.in_flight:
         reason = "takes no new weights while it generates"
         asked["rollout.in_flight=true"] = (reason, "in_flight")
+    if not own.process and rollout.process:
+        asked["rollout.process=true"] = ("is built in its worker's process alone", "process")
     if rollout.sampler not in own.samplers:
         asked[f"rollout.sampler={rollout.sampler}"] = (f"has {', '.join(own.samplers)}", "samplers")
     for key, (reason, ability) in asked.items():
@@ -183,8 +187,14 @@ def _check_workers(size: int, workers: Sequence[str]) -> None:
         )
 
 
-def _notes(size: int, workers: Sequence[str]) -> tuple[str, ...]:
-    """Return a note on which workers share an engine; none where each has its own."""
+def _notes(rollout: RolloutConfig, workers: Sequence[str]) -> tuple[str, ...]:
+    """Return a note on which workers share an engine, or have a process for theirs; none where each
+    has its own.
+    """
+    size = rollout.tensor_parallel_size
+    if rollout.process:
+        own = "its engine is in a process beside each worker, which keeps the weights once more"
+        return (own,)
     if size == 1:
         return ()
     engines = [" and ".join(workers[at : at + size]) for at in range(0, len(workers), size)]

@@ -156,6 +156,9 @@ class Abilities:
     in_flight: bool = False
     """Whether it takes new weights while it generates (``rollout.in_flight``): the engine is a
     ``LoadsInFlight``."""
+    process: bool = False
+    """Whether it can be built in a process of its own (``rollout.process``): the module of its spec
+    can be imported there by name, and it has nothing but its inputs."""
 
 
 def _given_cache(rollout: RolloutConfig) -> int:

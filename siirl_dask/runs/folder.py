@@ -96,6 +96,7 @@ _MAY_CHANGE = {
     "rollout.weight_bucket",
     "rollout.weight_sync",
     "rollout.server",
+    "rollout.process",
     "rollout.tensor_parallel_size",
     "trainer.fsdp.tensor_parallel",
     "trainer.fsdp.gather_size",

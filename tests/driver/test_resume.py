@@ -175,7 +175,8 @@ def test_steps_are_done_anew_only_where_no_checkpoint_ought_to_be_there(
 OBSERVES = ["run.steps=99", "run.name=other", "run.lookahead=1", "validation.every=3", "validation.url=elsewhere",
             "observe.backends=[parquet]", "checkpoint.every=7", "cluster.workers=8", "cluster.placement={}",
             "data.transport=dask", "data.prefetch=false", "data.memory_limit=1GiB", "data.spill_directory=/tmp",
-            "rollout.weight_bucket=1MiB", "rollout.weight_sync=rows", "trainer.fsdp.gather_size=1MiB"]  # fmt: skip
+            "rollout.weight_bucket=1MiB", "rollout.weight_sync=rows",
+            "rollout.process=true", "trainer.fsdp.gather_size=1MiB"]  # fmt: skip
 DECIDES = [
     (
         "trainer.lr=1",

@@ -25,6 +25,13 @@ KINDS = {
         "kv_cache_memory": "64MiB",
         "engine_kwargs": {"enable_lora": True},
     },
+    "transformers, in a process": {"engine": Engine.transformers, "process": True},
+    "vllm, layers, in a process": {
+        "engine": Engine.vllm,
+        "process": True,
+        "kv_cache_memory": "64MiB",
+        "engine_kwargs": {"enable_lora": True},
+    },
 }
 
 
@@ -74,7 +81,11 @@ def expected(folder):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if "vllm" in kind else ()) for kind in KINDS]
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind == "transformers" else pytest.mark.slow)
+        for kind in KINDS
+    ],
 )
 def test_each_agent_samples_with_its_own_adapters_whoever_acted_before(kind, folder, expected):
     if "vllm" in kind:

@@ -102,6 +102,8 @@ SPEC = EngineSpec(
     build=_build,
     check=_check,
     installation=Installation(library="transformers", by_auto=True),
-    abilities=Abilities(images=True, adapters=True, routes=True, drafts=True, in_flight=True),
+    abilities=Abilities(
+        images=True, adapters=True, routes=True, drafts=True, in_flight=True, process=True
+    ),
     memory=EngineMemory(footprint=_footprint, changes=_changes),
 )

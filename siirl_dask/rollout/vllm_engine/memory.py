@@ -121,6 +121,8 @@ def changes(engine: EngineOnWorkers, workers: int) -> Sequence[Change]:
     for change in common_changes(engine):
         found.append(change)
         engine = change[1]
+    if engine.rollout.process or engine.rollout.in_flight:  # those are engines of one rank
+        return found
     ranks = 2 * engine.rollout.tensor_parallel_size
     while (
         ranks <= _LARGEST_TENSOR_PARALLEL

@@ -141,6 +141,7 @@ SPEC = EngineSpec(
         routes=True,
         tensor_parallel=True,
         in_flight=True,
+        process=True,
     ),
     memory=EngineMemory(host_cache=host_cache, footprint=footprint, changes=changes),
     facts=EngineFacts(

@@ -1,0 +1,383 @@
+"""Engines in processes of their own: the suite of engines over one, rows as in the worker's process,
+processes that are killed or crash, and that nothing is left of any of them.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from siirl_dask.cli import main
+from siirl_dask.config import (
+    Config,
+    Dtype,
+    Engine,
+    ImagesConfig,
+    ModelConfig,
+    RolloutConfig,
+    VllmConfig,
+)
+from siirl_dask.config.file import shipped
+from siirl_dask.context import Device, Rank
+from siirl_dask.errors import ConfigError, DataError, RunError
+from siirl_dask.images import Image
+from siirl_dask.models.shapes import count_parameters
+from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling, build_engine, check_engine
+from siirl_dask.rollout.process_engine.engine import ProcessEngine
+from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, tiny_model
+from siirl_dask.tasks.tiny_vlm import tiny_vlm
+from siirl_dask.testing.engines import EngineTests
+from siirl_dask.testing.image_engines import image_requests, serve
+from siirl_dask.testing.reference_model import PROMPTS
+from tests.conftest import digits_overrides
+
+ROOT = Path(__file__).parents[2]
+DEVICE = Device("w0")
+CRASHING = "tests.rollout.crashing_engine:SPEC"
+NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+ENGINES = [
+    Engine.transformers,
+    pytest.param(Engine.vllm, marks=[pytest.mark.slow, NEEDS_VLLM]),
+]
+
+
+def engine_of(folder, *, process=True, engine=Engine.transformers, images=None, **settings):
+    vllm = VllmConfig(kv_cache_memory="64MiB") if engine == Engine.vllm else VllmConfig()
+    rollout = RolloutConfig(engine=engine, process=process, vllm=vllm, **settings)
+    model = ModelConfig(path=str(folder), dtype=Dtype.float32)
+    return build_engine(DEVICE, Rank(), model=model, rollout=rollout, images=images)
+
+
+def rows(count, tokens=24):
+    return [
+        GenerationRequest(
+            [*PROMPTS[row % len(PROMPTS)], row], 100 + row, Sampling(max_tokens=tokens), row % 2
+        )
+        for row in range(count)
+    ]
+
+
+def responses(engine, requests, on_result=None):
+    queue = LocalQueue(requests, on_result)
+    engine.serve(queue)
+    return queue.results()
+
+
+def other_weights(folder):
+    weights = load_file(folder / "model.safetensors")
+    return {name: 1.5 * tensor for name, tensor in weights.items()}
+
+
+def alive(pids):
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return psutil.wait_procs(processes, timeout=20)[1]
+
+
+def of_group(leader):
+    """Numbers of the processes in the group that it began."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == leader:
+                found.append(process.pid)
+        except ProcessLookupError:
+            pass
+    return found
+
+
+@pytest.fixture(scope="module")
+def served_model(tmp_path_factory):
+    return tiny_model(
+        tmp_path_factory.mktemp("model") / "model", seed=1, chat_template=CHAT_TEMPLATE
+    )
+
+
+class ProcessEngineTests(EngineTests):
+    engine_name: Engine
+
+    @classmethod
+    def make_engine(cls, folder):
+        return engine_of(folder, engine=cls.engine_name, max_rows=50)
+
+    def test_rows_are_those_of_the_workers_process_to_the_bit_also_after_it_was_killed(
+        self, engine, folder
+    ):
+        """The second kill is while it generates, with weights that came after its start."""
+        requests = rows(60)
+        weights = other_weights(folder)
+        own = engine_of(folder, process=False, engine=self.engine_name, max_rows=50)
+        expected = [responses(own, requests)]
+        own.load_weights(weights.items(), 3)
+        expected.append(responses(own, requests))
+        own.close()
+        assert expected[0] != expected[1], "other weights sample other rows"
+        assert responses(engine, requests) == expected[0]
+        os.kill(engine.pid, signal.SIGKILL)
+        assert responses(engine, requests) == expected[0]
+        engine.load_weights(weights.items(), 3)
+        assert responses(engine, requests) == expected[1]
+        first = engine.pid
+        delivered = []
+
+        def note(number, _):
+            delivered.append(number)
+            if len(delivered) == 7:
+                os.kill(engine.pid, signal.SIGKILL)
+
+        assert responses(engine, requests, note) == expected[1]
+        assert engine.pid != first
+        assert sorted(delivered) == list(range(60)), "each response is delivered once"
+        assert engine.version == 3
+
+    def test_what_the_workers_queue_raises_ends_the_call_and_not_the_process(self, engine):
+        class Interrupted(LocalQueue):
+            asked = 0
+
+            def next(self, limit, *, wait):
+                self.asked += 1
+                if self.asked == 3:
+                    raise LookupError("the run is over")
+                return super().next(min(2, limit), wait=wait)
+
+        before = engine.pid
+        with pytest.raises(LookupError, match="the run is over"):
+            engine.serve(Interrupted(rows(6)))
+
+        def refuse(number, result):
+            raise LookupError("no more")
+
+        with pytest.raises(LookupError, match="no more"):
+            responses(engine, rows(3), refuse)
+        assert len(responses(engine, rows(3))) == 3
+        assert engine.pid == before
+
+    def test_an_error_of_the_engines_is_raised_in_the_worker(self, engine):
+        shown = [replace(request, images=(Image(b"no picture"),)) for request in rows(1)]
+        with pytest.raises(ConfigError, match="a prompt shows 1 images"):
+            responses(engine, shown)
+
+
+class TestTransformersInAProcess(ProcessEngineTests):
+    engine_name = Engine.transformers
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@NEEDS_VLLM
+class TestVllmInAProcess(ProcessEngineTests):
+    engine_name = Engine.vllm
+
+
+@pytest.fixture
+def crashing(served_model, tmp_path, monkeypatch):
+    """Build an engine that crashes at a token; temporary files of its processes are in a folder of
+    the test's.
+    """
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setenv("HUB_TOKEN", "secret")
+    built = []
+
+    def build(at, *, stays=False, raises=False):
+        (tmp_path / "marker").touch()
+        options = {"log": str(tmp_path / "log"), "marker": str(tmp_path / "marker")}
+        options |= {"at": at, "stays": stays, "raises": raises}
+        engine = engine_of(served_model, engine=CRASHING, engine_options=options, max_rows=3)
+        built.append(engine)
+        return engine
+
+    yield build
+    for engine in built:
+        engine.close()
+    assert not list(scratch.iterdir())
+
+
+def batches(tmp_path):
+    """Rows of each batch that its processes have begun."""
+    return [
+        [int(seed) - 100 for seed in line.split()]
+        for line in (tmp_path / "log").read_text().splitlines()
+    ]
+
+
+def test_a_crash_costs_the_rows_under_way_and_no_other(crashing, served_model, tmp_path, capfd):
+    """The process dies in its second batch, and the next one has its rows as one batch again."""
+    requests = rows(8, tokens=8)
+    engine = crashing(at=11)
+    lost = of_group(engine.pid)
+    environment = psutil.Process(engine.pid).environ()
+    assert "HUB_TOKEN" not in environment, "it needs no secret"
+    assert not psutil.Process(engine.pid).net_connections("inet"), "it listens nowhere"
+    found = responses(engine, requests)
+    assert batches(tmp_path) == [[0, 1, 2], [3, 4, 5], [3, 4, 5], [6, 7]]
+    plain = engine_of(served_model, process=False, max_rows=3)
+    assert found == responses(plain, requests)
+    assert not alive(lost)
+    later = of_group(engine.pid)
+    engine.close()
+    assert not alive(later)
+    assert "the engine is about to crash" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_process_that_crashes_without_a_response_each_time_ends_the_run_and_says_how(
+    crashing, tmp_path
+):
+    engine = crashing(at=4, stays=True)
+    with pytest.raises(RunError) as ended:
+        responses(engine, rows(4))
+    said = str(ended.value)
+    assert "was ended by SIGKILL; the last that it said" in said
+    assert "the engine is about to crash" in said
+    assert batches(tmp_path) == [[0, 1, 2], [0, 1, 2]]
+    (tmp_path / "marker").unlink()
+    assert len(responses(engine, rows(4))) == 4, "it can be used again"
+
+
+@pytest.mark.slow
+def test_a_bug_in_the_engine_is_an_error_with_its_words_and_no_loss(crashing, capfd):
+    engine = crashing(at=2, raises=True)
+    before = engine.pid
+    with pytest.raises(RunError, match=r"raised KeyError in its process: .*a bug of the engine's"):
+        responses(engine, rows(2))
+    assert len(responses(engine, rows(2))) == 2
+    assert engine.pid == before
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_process_ends_with_the_worker_that_is_killed(served_model, tmp_path):
+    """All of its group, and its folder."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    code = (
+        "from siirl_dask.models.broken_imports import hide; hide()\n"
+        "import sys, time\n"
+        "from tests.rollout.test_process_engine import engine_of\n"
+        "engine = engine_of(sys.argv[1])\n"
+        "print(engine.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code, str(served_model)],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        engine = int(owner.stdout.readline())
+        group = of_group(engine)
+        assert engine in group
+        assert list(scratch.glob("siirl-engine-*"))
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdout.close()
+    assert not alive(group)
+    assert not list(scratch.glob("siirl-engine-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_routes_of_experts_and_images_pass_to_the_bit(engine, tmp_path):
+    folder = tiny_model(tmp_path / "experts", seed=2, family="qwen3_moe", tied=False)
+    found = []
+    for process in (False, True):
+        built = engine_of(folder, process=process, engine=engine, router_replay=True)
+        found.append(responses(built, rows(9)))
+        assert built.routing is not None
+        built.close()
+    assert found[0] == found[1]
+    assert found[0][0].routes
+    folder = tiny_vlm(tmp_path / "images", family="qwen3_vl")
+    images = ImagesConfig(column="images")
+    found = []
+    for process in (False, True):
+        built = engine_of(folder, process=process, engine=engine, images=images)
+        requests = image_requests(folder, built.processor, 9, Sampling(max_tokens=6))
+        found.append(serve(built, requests))
+        with pytest.raises(DataError):
+            serve(built, [replace(requests[1], images=())])
+        built.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_gives_the_rows_of_engines_in_its_workers(engine, train):
+    """Two workers that generate, with a process each."""
+    common = (
+        "run.steps=2",
+        "cluster.workers=2",
+        "cluster.placement={}",
+        f"rollout.engine={engine}",
+    )
+    apart = train("apart", "rollout.process=true", *common)
+    own = train("own", *common)
+    columns = ["row_id", "prompt", "response_ids", "reward", "weights_version", "rollout_logprobs"]
+    for step in (1, 2):
+        tables = [run.table("rollouts", step) for run in (apart, own)]
+        for column in columns:
+            found = [table[column].to_pylist() for table in tables]
+            assert found[0] == found[1], (step, column)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.engine=vllm", "rollout.tensor_parallel_size=2"], "an engine of one rank"),
+        (["rollout.engine=sglang", "rollout.sampler=sglang"], "abilities.process"),
+        (
+            [
+                "rollout.engine=server",
+                "rollout.server.urls=[http://127.0.0.1:1,http://127.0.0.1:2]",
+                "rollout.server.weights_folder=/nowhere",
+            ],
+            "abilities.process",
+        ),
+    ],
+)
+def test_engines_that_cannot_are_refused_by_plan(overrides, said, capsys, digits_task, tmp_path):
+    given = digits_overrides(digits_task, tmp_path / "run")
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(shipped("quickstart.yaml")), *given, "rollout.process=true", *overrides])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"rollout.process=true.*{said}", line), line
+
+
+def test_the_plan_counts_the_weights_that_wait_for_the_next_process(served_model):
+    model = ModelConfig(path=str(served_model))
+    costs = []
+    for process in (False, True):
+        config = Config(rollout=RolloutConfig(engine=Engine.vllm, process=process))
+        costs.append(check_engine({"model": model}, ["0", "1"], config))
+    weights = 4 * count_parameters(str(served_model)).total
+    assert costs[1].memory == costs[0].memory + weights
+    assert costs[1].notes != costs[0].notes
+
+
+@pytest.mark.parametrize("settings", [{"process": True}, {"in_flight": True, "max_staleness": 1}])
+def test_the_plan_proposes_no_ranks_to_an_engine_that_has_one(settings, served_model):
+    """It tries settings that need less memory, and these it must not try."""
+    config = Config(rollout=RolloutConfig(engine=Engine.vllm, **settings))
+    cost = check_engine({"model": ModelConfig(path=str(served_model))}, ["0", "1"], config)
+    proposed = [remedy.setting for remedy in cost.device.remedies]
+    assert proposed
+    assert not [setting for setting in proposed if "tensor_parallel_size" in setting]
+
+
+def test_the_engine_of_a_worker_is_built_in_its_process_unless_asked_for(served_model):
+    engine = engine_of(served_model, process=False)
+    assert not isinstance(engine, ProcessEngine)
+    engine.close()
