@@ -35,7 +35,7 @@ from siirl_dask.coordinator.transport.carriers import (
     NetworkCarrier,
 )
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request, TransitionKey
-from siirl_dask.worker.data_plane import _keep_freed_memory
+from siirl_dask.worker.peers.data_plane import _keep_freed_memory
 
 _PAYLOAD = 2**28
 _COLUMNS = 4

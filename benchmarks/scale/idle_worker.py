@@ -48,6 +48,7 @@ class IdleWorker(DAGWorker):
         self.release = Release(lambda: None)
         self.worker_name = str(worker.name)
         self._worker = worker
+        self._peers = None
         self._device = None
         self.port = 0
         self.tracing = Tracing(self.spec, self.worker_name)

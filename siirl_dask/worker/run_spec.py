@@ -32,7 +32,7 @@ from siirl_dask.pickling import dumps
 from siirl_dask.planner import Footprint, Plan, PlanInputs
 from siirl_dask.planner.role_contract import specs_of
 from siirl_dask.planner.spec.names import receive_specs
-from siirl_dask.worker.data_plane import DataSettings
+from siirl_dask.worker.peers.data_plane import DataSettings
 from siirl_dask.worker.roles.role_state import ResumeFrom, StateStore
 
 

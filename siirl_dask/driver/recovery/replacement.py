@@ -23,7 +23,7 @@ from siirl_dask.errors import SchedulerLost, SiirlError, SilentPeer
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Iteration
 from siirl_dask.scheduler.idle_workers import free_workers
-from siirl_dask.worker.data_plane import DataSettings
+from siirl_dask.worker.peers.data_plane import DataSettings
 from siirl_dask.worker.release import LEAVE_TIMEOUT
 from siirl_dask.worker.tasks import beats_inside
 

@@ -25,7 +25,14 @@ from siirl_dask.context import Codec
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, Transport
 from siirl_dask.errors import Aborted, PeerError
 from siirl_dask.planner import Iteration, Node
-from siirl_dask.worker.shared_items import MAX_ITEMS, MESSAGE, ExpectedWork, messages_of, pack, read
+from siirl_dask.worker.peers.shared_items import (
+    MAX_ITEMS,
+    MESSAGE,
+    ExpectedWork,
+    messages_of,
+    pack,
+    read,
+)
 from siirl_dask.worker.stop import StopFlag, result_of
 
 I = TypeVar("I")  # noqa: E741
