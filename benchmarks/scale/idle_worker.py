@@ -16,7 +16,7 @@ import dask
 from distributed import Worker
 
 from siirl_dask.context import Metric, Reduce
-from siirl_dask.observe.metrics import pack
+from siirl_dask.observe import pack
 from siirl_dask.planner import Iteration
 from siirl_dask.worker.dag_worker import DAGWorker
 from siirl_dask.worker.monitoring.task_progress import TaskProgress

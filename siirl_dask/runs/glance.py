@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from siirl_storage import StorageError, open_fs
+from siirl_storage import StorageError, TooLarge, open_fs
 from siirl_storage.committed import newest_parts
-from siirl_storage.errors import TooLarge
 from siirl_storage.files import at, list_files
 from siirl_storage.formats import read_footer
 from siirl_storage.reading import read_rows

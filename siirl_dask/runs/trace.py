@@ -17,7 +17,7 @@ from siirl_storage.reading import read_part
 
 from siirl_dask.coordinator.stored_rows import step_name, step_of
 from siirl_dask.errors import DataError, counted
-from siirl_dask.observe.summary import Slowest
+from siirl_dask.observe import Slowest
 from siirl_dask.observe.trace.bottleneck import find_bottleneck
 from siirl_dask.observe.trace.trace_table import TraceSpan, read_spans
 from siirl_dask.planner.node import TRACE

@@ -34,7 +34,7 @@ from siirl_dask.coordinator.databuffer.slots import Window
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.source import Dataset
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
-from siirl_dask.observe.metrics import merge
+from siirl_dask.observe import merge
 from siirl_dask.planner import Iteration, Phase, Plan, Stream
 from siirl_dask.trace import Recorder
 from siirl_dask.worker.executor import ChainRun

@@ -24,7 +24,7 @@ from siirl_dask.devices.accelerator import name_if_faster_in_bfloat16
 from siirl_dask.devices.cpus import CpuBinding
 from siirl_dask.errors import PeerError
 from siirl_dask.models.broken_imports import hide
-from siirl_dask.observe.metrics import pack
+from siirl_dask.observe import pack
 from siirl_dask.planner import Iteration, Plan
 from siirl_dask.trace import Lane
 from siirl_dask.worker.executor import ChainRun

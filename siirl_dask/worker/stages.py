@@ -22,7 +22,7 @@ from siirl_storage.manifest import part_entry
 from siirl_dask.config import Durability
 from siirl_dask.context import Metric
 from siirl_dask.coordinator.stored_rows import step_folder
-from siirl_dask.observe.metrics import pack
+from siirl_dask.observe import pack
 from siirl_dask.planner import Iteration, Save, SaveState
 from siirl_dask.trace import Lane, Recorder
 from siirl_dask.worker.run_spec import RunSpec

@@ -19,7 +19,7 @@ from siirl_dask.driver.estimates.analysis import Analysis, Compared, analyze, me
 from siirl_dask.driver.estimates.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.phases import plan_phases, worker_names
 from siirl_dask.errors import ConfigError, DataError, UserError, counted
-from siirl_dask.observe.metrics import read_metrics
+from siirl_dask.observe import read_metrics
 from siirl_dask.observe.trace.measured import Measured, measure
 from siirl_dask.planner import Phase, dag_from_spec
 from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges

@@ -18,7 +18,7 @@ from siirl_dask.driver.estimates.memory import WorkerMemory
 from siirl_dask.driver.estimates.node_seconds import NodeSeconds, Placement
 from siirl_dask.driver.estimates.performance import Split, schedule, splits_by
 from siirl_dask.driver.estimates.speeds import Speed
-from siirl_dask.observe.metrics import Record
+from siirl_dask.observe import Record
 from siirl_dask.observe.trace.measured import Measured
 from siirl_dask.planner import DATA, Plan, TableSizes, estimate
 from siirl_dask.planner.explain.sizes import rows_made

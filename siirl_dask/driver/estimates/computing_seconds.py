@@ -13,7 +13,8 @@ from siirl_dask.driver.estimates.speeds import Speed
 from siirl_dask.models.architecture import Architecture
 from siirl_dask.models.shapes import ModelSize
 from siirl_dask.rollout import engine_spec
-from siirl_dask.training.specs import division_of, trainer_spec
+from siirl_dask.training import trainer_spec
+from siirl_dask.training.specs import division_of
 
 FLOAT32 = 4
 _HIDDEN_BY_COMPUTING = 0.8  # share of a collective's time

@@ -14,7 +14,7 @@ from siirl_storage.manifest import parse_part
 
 from siirl_dask.context import Metric
 from siirl_dask.driver.iterations import StagedTable
-from siirl_dask.observe.metrics import merge, unpack
+from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
 
 Key = tuple[int, str]

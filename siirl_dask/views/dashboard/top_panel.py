@@ -13,9 +13,7 @@ from bokeh.models.widgets import Button, Div, MultiChoice, Select
 
 from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import counted
-from siirl_dask.observe.drift import Drift
-from siirl_dask.observe.metrics import Record
-from siirl_dask.observe.summary import Status
+from siirl_dask.observe import Drift, Record, Status
 from siirl_dask.observe.trace.bottleneck import Bottleneck
 from siirl_dask.planner import Phase
 from siirl_dask.views.charts.figures import duration, number

@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from siirl_dask.planner.chain import Edge, Plan
-from siirl_dask.planner.explain.sizes import Estimate, TableSizes, estimate
+from siirl_dask.planner import Edge, Estimate, Plan, TableSizes, estimate
 from siirl_dask.planner.explain.tables import readable_bytes, short_name, worker_ranges
 from siirl_dask.schema import IDENTITY
 from siirl_dask.views.charts.colours import COLOURS, tint

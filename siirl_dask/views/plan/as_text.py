@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from siirl_dask.errors import counted
-from siirl_dask.planner.chain import (
+from siirl_dask.planner import (
     Chain,
     Edge,
+    Estimate,
     LoadPrompts,
+    NodeColumns,
     Plan,
     Recv,
     Restore,
@@ -17,9 +19,9 @@ from siirl_dask.planner.chain import (
     SaveState,
     Send,
     Stream,
+    TableSizes,
+    estimate,
 )
-from siirl_dask.planner.column_flow import NodeColumns
-from siirl_dask.planner.explain.sizes import Estimate, TableSizes, estimate
 from siirl_dask.planner.explain.tables import (
     LEAST,
     PACKAGE,

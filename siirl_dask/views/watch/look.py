@@ -17,9 +17,8 @@ from siirl_storage import StorageError
 
 from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, DataError
-from siirl_dask.observe.metrics import Record
+from siirl_dask.observe import Record, Slowest, Summary
 from siirl_dask.observe.progress import Pace
-from siirl_dask.observe.summary import Slowest, Summary
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import RunStart, newest_start
 from siirl_dask.runs.glance import glance

@@ -10,7 +10,7 @@ from siirl_storage import StorageError, join, open_fs
 
 from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, DataError, SiirlError
-from siirl_dask.observe.summary import Summary, read_summary
+from siirl_dask.observe import Summary, read_summary
 from siirl_dask.runs.attempt import RunStart, newest_start
 from siirl_dask.runs.folder import CONFIG_FILE
 from siirl_dask.views.charts.figures import duration, number
