@@ -50,10 +50,12 @@ LIMITS = {
     "scheduler": (0, 0, 0, 0, 0, 0),
     "siirl_dask": (0, 0, 0, 0, 1, 0),
     "siirl_storage": (0, 0, 0, 0, 10, 0),
+    "tables": (0, 0, 0, 0, 0, 0),
     "tasks": (0, 0, 0, 0, 0, 0),
     "testing": (0, 0, 0, 0, 7, 7),
     "training": (0, 0, 0, 10, 17, 6),
     "views": (0, 0, 0, 0, 2, 0),
+    "wording": (0, 0, 0, 0, 0, 0),
     "worker": (0, 0, 0, 0, 0, 0),
 }
 """Counts of each habit, by room: as many as there are. The modules outside rooms are the room

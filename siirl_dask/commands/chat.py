@@ -26,7 +26,6 @@ import pyarrow as pa
 
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_text
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, DataError, Interrupted, counted
 from siirl_dask.models.cache import local_folder
 from siirl_dask.observe import printable
@@ -38,6 +37,7 @@ from siirl_dask.runs.reader import Run
 from siirl_dask.runs.samples.rollouts import open_newest
 from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
 from siirl_dask.schema import PROMPT
+from siirl_dask.wording import redacted
 
 if TYPE_CHECKING:
     from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer

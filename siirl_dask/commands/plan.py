@@ -12,7 +12,6 @@ from typing import Any
 from siirl_dask.commands.planning.hosts import describe_hosts, links_as_data, place_workers
 from siirl_dask.commands.planning.step_time import TimingOptions
 from siirl_dask.config import Config, DevicePreference
-from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.checks.number_type import (
     NumberType,
     expected_dtype,
@@ -41,9 +40,9 @@ from siirl_dask.driver.starts import find_starts
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.planner import DAG, Hosts, Phase, Plan, TableSizes
 from siirl_dask.planner.explain.device_memory import card_as_data, describe_card, summary
-from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
 from siirl_dask.runs.folder import check_writable
 from siirl_dask.views.plan import as_data, describe, draw
+from siirl_dask.wording import readable_bytes, redacted, table, worker_ranges
 
 
 def describe_run(

@@ -9,8 +9,7 @@ from fractions import Fraction
 from shlex import quote
 
 import pyarrow as pa
-from siirl_storage import Snapshot, StorageError, TableNotFound, open_fs, open_table
-from siirl_storage.files import list_files
+from siirl_storage import Snapshot, StorageError, TableNotFound, list_files, open_fs, open_table
 
 from siirl_dask.config import DataConfig, parse_bytes
 from siirl_dask.coordinator.transport.frames import check_types

@@ -33,8 +33,16 @@ from siirl_dask.driver.recovery.verification import verified_resume_point
 from siirl_dask.driver.recovery.worker_group import WorkerGroup, WorkerGroups
 from siirl_dask.driver.who_waits import node_timeout
 from siirl_dask.errors import ConfigError
-from siirl_dask.planner import DAG, NO_DATA, Hosts, Phase, compile_chains, frontiers, replay_plan
-from siirl_dask.planner.contract import options_of
+from siirl_dask.planner import (
+    DAG,
+    NO_DATA,
+    Hosts,
+    Phase,
+    compile_chains,
+    frontiers,
+    options_of,
+    replay_plan,
+)
 from siirl_dask.planner.inputs import alike
 from siirl_dask.planner.placement import host_notes
 from siirl_dask.runs.checkpoints import Checkpoints

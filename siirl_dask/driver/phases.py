@@ -15,7 +15,6 @@ from siirl_storage import StorageError, TableNotFound, open_fs, open_table
 
 from siirl_dask.config import Config, Durability
 from siirl_dask.config.file import ConfigFile
-from siirl_dask.config.secrets import redacted
 from siirl_dask.coordinator.source import (
     Dataset,
     Source,
@@ -28,8 +27,7 @@ from siirl_dask.driver.checks.continued import check_continued
 from siirl_dask.driver.checks.unread_groups import check_read
 from siirl_dask.errors import ConfigError, DataError, PlanError, did_you_mean
 from siirl_dask.images import check_layout
-from siirl_dask.planner import DAG, Hosts, Phase, Plan, compile_chains, dag_from_spec, resolve
-from siirl_dask.planner.spec.dag_spec import bind
+from siirl_dask.planner import DAG, Hosts, Phase, Plan, bind, compile_chains, dag_from_spec, resolve
 from siirl_dask.recipes import common
 from siirl_dask.runs.identity_file import DataVersion, DueTable
 from siirl_dask.schema import (
@@ -43,6 +41,7 @@ from siirl_dask.schema import (
     DataType,
     Schema,
 )
+from siirl_dask.wording import redacted
 
 logger = logging.getLogger("siirl_dask.driver")
 _TOKENIZERS = (

@@ -9,12 +9,10 @@ from dataclasses import replace
 from threading import Event
 
 from distributed import Client
-from siirl_storage import set_retry_seconds
-from siirl_storage.files import absolute
+from siirl_storage import absolute, set_retry_seconds
 
 from siirl_dask.config import Config, Dtype, Engine
 from siirl_dask.config.file import ConfigSource
-from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.caller import RunCaller
 from siirl_dask.driver.checks.number_type import OpenTypes, expected_dtype, is_open
 from siirl_dask.driver.checks.preflight import Checked, check, check_observation
@@ -59,6 +57,7 @@ from siirl_dask.planner import DAG, Phase
 from siirl_dask.rollout import engine_spec
 from siirl_dask.runs.attempt import Attempt, take
 from siirl_dask.runs.folder import check_writable
+from siirl_dask.wording import redacted
 
 logger = logging.getLogger("siirl_dask.driver")
 

@@ -8,8 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from distributed import Client
-from siirl_storage import set_retry_seconds
-from siirl_storage.files import absolute
+from siirl_storage import absolute, set_retry_seconds
 
 from siirl_dask.config import Config, Dtype
 from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, opened, training_dataset

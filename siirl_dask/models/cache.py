@@ -20,8 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from filelock import FileLock
 from fsspec import AbstractFileSystem
-from siirl_storage import join, open_fs, remove_tree
-from siirl_storage.files import full_disk_named
+from siirl_storage import full_disk_named, join, open_fs, remove_tree
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.context import Device

@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
-from siirl_dask.coordinator.blobs import filled_by_group, once_per_group, rows_where
 from siirl_dask.errors import DataError
 from siirl_dask.nodes.sampling import add_samples, build_requests, generate_all, make_requests
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, RolloutEngine, Sampling
@@ -34,6 +33,7 @@ from siirl_dask.schema import (
     WORKER,
     is_blob,
 )
+from siirl_dask.tables import filled_by_group, once_per_group, rows_where
 
 _OLDER_STEP = 2**32  # added to the ids of unfinished rows: no row of the next step has such an id
 _UNFINISHED = "unfinished"  # in the node's state

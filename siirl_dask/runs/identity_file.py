@@ -18,12 +18,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from siirl_storage import Snapshot, join, open_fs, remove_file, write_atomic
-from siirl_storage.digests import FileDigest
+from siirl_storage import FileDigest, Snapshot, join, open_fs, remove_file, write_atomic
 
-from siirl_dask.coordinator.content import CONTENT, content_digest
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.planner import Phase
+from siirl_dask.tables.content import CONTENT, content_digest
 
 FILE = "identity.json"
 RETENTION = "retention.json"

@@ -18,8 +18,8 @@ from distributed import WorkerPlugin
 from distributed.metrics import context_meter
 from siirl_storage import set_retry_seconds
 
-from siirl_dask.comms.dask_internals import handle_messages, plugin_of, releases_of
 from siirl_dask.context import Device, Rank
+from siirl_dask.dask_internals import handle_messages, plugin_of, releases_of
 from siirl_dask.devices.accelerator import name_if_faster_in_bfloat16
 from siirl_dask.devices.cpus import CpuBinding
 from siirl_dask.errors import PeerError

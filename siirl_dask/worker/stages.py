@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
-from siirl_storage import stage_part, write_part
-from siirl_storage.manifest import part_entry
+from siirl_storage import part_entry, stage_part, write_part
 
 from siirl_dask.config import Durability
 from siirl_dask.context import Metric
-from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.observe import pack
 from siirl_dask.planner import Iteration, Save, SaveState
+from siirl_dask.tables import step_folder
 from siirl_dask.trace import Lane, Recorder
 from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.stop import StopFlag, result_of

@@ -12,7 +12,7 @@ from siirl_dask.driver.estimates.performance import Split, StepTime, lengths_of,
 from siirl_dask.driver.estimates.speeds import Speed, speed_of
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import Plan
-from siirl_dask.planner.explain.tables import table
+from siirl_dask.wording import table
 
 _SHOWN = 3  # splits
 

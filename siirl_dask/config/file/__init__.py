@@ -51,8 +51,8 @@ from siirl_dask.config.file.objects import (
     name_of,
     object_layers,
 )
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError
+from siirl_dask.wording import redacted
 
 __all__ = [
     "SHIPPED",

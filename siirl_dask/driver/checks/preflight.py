@@ -33,11 +33,21 @@ from siirl_dask.errors import ConfigError, DataError, PlanError, UserError, did_
 from siirl_dask.models.remote import UnreachableModelError
 from siirl_dask.nodes.prompts import check_expected_lengths
 from siirl_dask.observe.backends import check_backends, missing_backends
-from siirl_dask.planner import DAG, Footprint, Node, Plan, Role, RoleCost
-from siirl_dask.planner.contract import bare, options_of
-from siirl_dask.planner.explain.tables import short_name, worker_ranges
+from siirl_dask.planner import (
+    DAG,
+    Footprint,
+    Node,
+    Plan,
+    Role,
+    RoleCost,
+    bare,
+    options_of,
+    provides_of,
+    short_name,
+)
 from siirl_dask.planner.placement import host_notes
-from siirl_dask.planner.role_contract import preflight_of, provides_of
+from siirl_dask.planner.role_contract import preflight_of
+from siirl_dask.wording import worker_ranges
 from siirl_dask.worker.run_spec import serialize_phases
 
 

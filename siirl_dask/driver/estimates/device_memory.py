@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 
 from siirl_dask.config import Config, DevicePreference, parse_bytes
 from siirl_dask.errors import PlanError
-from siirl_dask.planner import Footprint, Plan, RoleCost
+from siirl_dask.planner import Footprint, Plan, RoleCost, by_host
 from siirl_dask.planner.explain.device_memory import refusal
-from siirl_dask.planner.explain.tables import worker_ranges
-from siirl_dask.planner.hosts import by_host
+from siirl_dask.wording import worker_ranges
 
 Cards = Mapping[str, Mapping[str, Mapping[str, Footprint]]]
 """The workers of each accelerator, by a label, and the roles of each."""

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from siirl_dask.coordinator.layout.assignment import EdgeStatistics, assign_owners
-from siirl_dask.coordinator.layout.balance import Ints, split
-from siirl_dask.planner import Edge, NodeColumns, Plan, Rows, TableSizes
+from siirl_dask.planner import Edge, NodeColumns, Plan, Rows, TableSizes, by_host, host_of
 from siirl_dask.planner.explain.sizes import times_of, travelling_bytes
-from siirl_dask.planner.hosts import by_host, host_of
+from siirl_dask.tables import Ints, split
 
 Links = Mapping[tuple[str, str], int]
 """Bytes by (sending host, receiving host)."""

@@ -27,12 +27,20 @@ from siirl_dask.errors import PlanError
 from siirl_dask.models.remote import UnreachableModelError
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters
-from siirl_dask.planner import Node, Phase, Plan, RoleCost, TableSizes, TableUsage, usage
-from siirl_dask.planner.contract import options_of
-from siirl_dask.planner.explain.tables import readable_bytes, worker_ranges
+from siirl_dask.planner import (
+    Node,
+    Phase,
+    Plan,
+    RoleCost,
+    TableSizes,
+    TableUsage,
+    options_of,
+    usage,
+)
 from siirl_dask.planner.reloads import always_reloaded
 from siirl_dask.schema import PARAMETER_DATA, ROUTED_EXPERTS
 from siirl_dask.training.preflight import count_adapters
+from siirl_dask.wording import readable_bytes, worker_ranges
 
 _PROCESS = 450 * 10**6  # 414 MB were measured on Linux, before a model
 _LIBRARIES = 2 * 10**9  # of an accelerator, which a process loads; by habit, not measured

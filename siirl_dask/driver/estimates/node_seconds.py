@@ -45,8 +45,7 @@ from siirl_dask.driver.estimates.role_moves import (
 from siirl_dask.driver.estimates.speeds import Speed
 from siirl_dask.models.architecture import Architecture, read_architecture
 from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
-from siirl_dask.planner import Node, Plan
-from siirl_dask.planner.contract import options_of
+from siirl_dask.planner import Node, Plan, options_of
 from siirl_dask.rollout import engine_spec
 from siirl_dask.schema import (
     MINIBATCH,

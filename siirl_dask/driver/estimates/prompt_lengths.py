@@ -15,7 +15,6 @@ import pyarrow.compute as pc
 from siirl_storage import FooterCache, StorageError
 
 from siirl_dask.config import Config
-from siirl_dask.coordinator.decoding import plain
 from siirl_dask.coordinator.source import Dataset, Mixture, Source, open_source, source_schema
 from siirl_dask.datasets.token_lengths import longer_than, token_lengths_of
 from siirl_dask.driver.checks.prompt_rows import named, tokenizer_here
@@ -24,9 +23,9 @@ from siirl_dask.images import images_of, load_processor, normalised
 from siirl_dask.images.prompts import marked
 from siirl_dask.models.cache import folder_here
 from siirl_dask.nodes import encode_prompts
-from siirl_dask.planner import Plan
-from siirl_dask.planner.contract import bare
+from siirl_dask.planner import Plan, bare
 from siirl_dask.schema import PROMPT
+from siirl_dask.tables import decoded_column
 
 if TYPE_CHECKING:
     from siirl_dask.images.processor import ImageProcessor
@@ -244,7 +243,7 @@ def _samples(source: Source, images: str | None) -> Iterator[list[Any]]:
         if images is None:
             yield [prompt for prompt in prompts if prompt is not None]
             continue
-        shown = normalised(plain(table[images]), images).to_pylist()
+        shown = normalised(decoded_column(table[images]), images).to_pylist()
         yield [
             (prompt, value)
             for prompt, value in zip(prompts, shown, strict=True)

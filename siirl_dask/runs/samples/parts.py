@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
-from siirl_storage import StorageError, join, open_fs
-from siirl_storage.formats import read_footer
-from siirl_storage.reading import read_rows
+from siirl_storage import StorageError, join, open_fs, read_footer, read_rows
 
 from siirl_dask.errors import DataError
 from siirl_dask.runs.absent import hint_if_absent

@@ -21,17 +21,11 @@ from siirl_dask.planner import (
     Stream,
     TableSizes,
     estimate,
-)
-from siirl_dask.planner.explain.tables import (
-    LEAST,
-    PACKAGE,
-    readable_bytes,
     short_name,
-    steps_behind,
-    table,
-    worker_ranges,
 )
+from siirl_dask.planner.spec.names import PACKAGE
 from siirl_dask.schema import IDENTITY
+from siirl_dask.wording import LEAST, readable_bytes, steps_behind, table, worker_ranges
 
 
 def describe(plan: Plan, sizes: TableSizes) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 
 from siirl_storage import StorageError
 
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.observe import Record, Slowest, Summary
 from siirl_dask.observe.progress import Pace
@@ -34,6 +33,7 @@ from siirl_dask.runs.trace import (
 from siirl_dask.views.charts.headlines import SECONDS
 from siirl_dask.views.charts.series import series_of
 from siirl_dask.views.watch.metrics_tail import MetricsTail
+from siirl_dask.wording import redacted
 
 _SAMPLES = 3
 _PAUSE = 10.0  # seconds between two looks at tables

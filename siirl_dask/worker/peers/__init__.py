@@ -1,3 +1,1 @@
-"""What a worker serves its peers and asks of them: rows, shared work, the store of process
-groups.
-"""
+"""Serves a worker's peers and asks them: for rows, shared work and the store of process groups."""

@@ -18,10 +18,10 @@ def decode_column(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray
 
     ArrowInvalid for values that it cannot hold.
     """
-    return pa.chunked_array([decode(chunk, kind) for chunk in column.chunks], kind)
+    return pa.chunked_array([decode_array(chunk, kind) for chunk in column.chunks], kind)
 
 
-def plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+def decoded_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return the column as it is, or its values one by one where it has runs or lists that are
     views.
     """
@@ -39,7 +39,7 @@ def needs_decoding(kind: pa.DataType) -> bool:
     return any(needs_decoding(kind.field(index).type) for index in range(kind.num_fields))
 
 
-def decode(array: pa.Array, kind: pa.DataType) -> pa.Array:
+def decode_array(array: pa.Array, kind: pa.DataType) -> pa.Array:
     """Return an array's values in the type ``kind``, which nests as the array's own type does.
 
     ArrowInvalid for values that it cannot hold.
@@ -49,21 +49,23 @@ def decode(array: pa.Array, kind: pa.DataType) -> pa.Array:
     if not needs_decoding(stored):
         return array.cast(kind)
     if isinstance(stored, pa.BaseExtensionType):
-        return decode(array.storage, kind)
+        return decode_array(array.storage, kind)
     if types.is_run_end_encoded(stored):
         rows = np.arange(array.offset, array.offset + len(array))
         runs = np.searchsorted(array.run_ends.to_numpy(), rows, side="right")
-        return decode(array.values, kind).take(pa.array(runs))
+        return decode_array(array.values, kind).take(pa.array(runs))
     if types.is_dictionary(stored):
-        return decode(array.dictionary, kind).take(array.indices)
+        return decode_array(array.dictionary, kind).take(array.indices)
     if _is_list_view(stored) or types.is_list(stored) or types.is_large_list(stored):
         return _list(array, kind)
     if types.is_fixed_size_list(stored):
         size = stored.list_size
-        items = decode(array.values.slice(array.offset * size, len(array) * size), kind.value_type)
+        items = decode_array(
+            array.values.slice(array.offset * size, len(array) * size), kind.value_type
+        )
         return pa.FixedSizeListArray.from_arrays(items, type=kind, mask=array.is_null())
     if types.is_struct(stored):
-        fields = [decode(array.field(index), field.type) for index, field in enumerate(kind)]
+        fields = [decode_array(array.field(index), field.type) for index, field in enumerate(kind)]
         return pa.StructArray.from_arrays(fields, fields=list(kind), mask=array.is_null())
     if types.is_map(stored):
         return _map(array, kind)
@@ -84,7 +86,7 @@ def _list(array: pa.Array, kind: pa.DataType) -> pa.Array:
     sizes = np.where(is_null, 0, sizes).astype(np.int64)
     ends = np.concatenate([[0], np.cumsum(sizes)])
     places = np.arange(ends[-1]) + np.repeat(starts - ends[:-1], sizes)
-    items = decode(array.values, kind.value_type).take(pa.array(places, pa.int64()))
+    items = decode_array(array.values, kind.value_type).take(pa.array(places, pa.int64()))
     mask = array.is_null()
     if pa.types.is_large_list(kind):
         return pa.LargeListArray.from_arrays(
@@ -97,8 +99,8 @@ def _map(array: pa.MapArray, kind: pa.MapType) -> pa.Array:
     starts = array.offsets.to_numpy()
     first = int(starts[0])
     entries = int(starts[-1]) - first
-    keys = decode(array.keys.slice(first, entries), kind.key_type)
-    items = decode(array.items.slice(first, entries), kind.item_type)
+    keys = decode_array(array.keys.slice(first, entries), kind.key_type)
+    items = decode_array(array.items.slice(first, entries), kind.item_type)
     offsets = pa.array(starts - first, pa.int32())
     return pa.MapArray.from_arrays(offsets, keys, items, type=kind, mask=array.is_null())
 

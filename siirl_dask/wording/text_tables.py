@@ -1,4 +1,4 @@
-"""Words and aligned tables for readers of a plan."""
+"""Words, sizes and aligned tables for people who read text."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from textwrap import wrap
 
-from siirl_dask.planner.spec.names import function_name
-
-PACKAGE = __name__.split(".")[0]
 _WIDTH = ContextVar("width of tables", default=120)
 _NARROWEST = 60
 _GAP = 2
@@ -18,13 +15,6 @@ LEAST = 30
 """Least width of a table's last column, in characters."""
 _UNITS = ("kB", "MB", "GB", "TB")
 _RUNS = 3  # of workers that are listed before the rest is only counted
-
-
-def short_name(fn: object) -> str:
-    """Return the name of a function, or of a partial's function, without the name of this
-    package.
-    """
-    return function_name(getattr(fn, "func", fn)).removeprefix(PACKAGE)
 
 
 def worker_ranges(members: Sequence[str], workers: tuple[str, ...]) -> str:

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from siirl_dask.config.file import load, load_config_file, shipped
 from siirl_dask.config.file.coerce import plain
-from siirl_dask.config.secrets import REDACTED, redacted
 from siirl_dask.driver.phases import dags
 from siirl_dask.environments.mcp_servers import check_installed
 from siirl_dask.errors import ConfigError
 from siirl_dask.runs.folder import RunIdentity, read_identity, write_identity
 from siirl_dask.runs.reader import open_run
+from siirl_dask.wording import REDACTED, redacted
 
 SECRET = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGH0123456789_.", min_size=12, max_size=30).map(
     "S3CR3T".__add__

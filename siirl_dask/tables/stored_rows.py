@@ -6,14 +6,21 @@ import re
 
 import numpy as np
 import pyarrow as pa
-from siirl_storage import Part, PartsRecord, StorageError, join, open_fs, read_record
-from siirl_storage.formats import read_footer
-from siirl_storage.reading import read_rows
+from siirl_storage import (
+    Part,
+    PartsRecord,
+    StorageError,
+    join,
+    open_fs,
+    read_footer,
+    read_record,
+    read_rows,
+)
 
-from siirl_dask.coordinator.blobs import rows_where
-from siirl_dask.coordinator.layout.balance import split
 from siirl_dask.errors import DataError
 from siirl_dask.schema import GROUP_ID, Schema
+from siirl_dask.tables.blobs import rows_where
+from siirl_dask.tables.ranges import split
 
 _STEP = re.compile(r"step=(\d{6,})", re.ASCII)
 
