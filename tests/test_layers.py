@@ -34,7 +34,7 @@ LAYERS = (
     {"algorithms", "rewards", "images", "comms"},
     {"coordinator", "rollout", "training", "observe", "environments"},
     {"nodes", "worker", "runs", "tasks", "datasets"},
-    {"recipes", "scheduler", "views"},
+    {"recipes", "scheduler", "views", "estimates"},
     {"driver"},
     {"commands", "testing"},
     {"cli"},

@@ -201,6 +201,25 @@ def refuse_text(url: str) -> None:
     )
 
 
+def exists(url: str) -> bool:
+    """Return whether there is a table at ``url``, also a damaged one.
+
+    DataError if the storage cannot be reached, and where JSON or CSV is there, which no run reads.
+    """
+    try:
+        open_table(url)
+    except TableNotFound:
+        refuse_text(url)
+        return False
+    except StorageError:
+        return True
+    except Exception as error:  # drivers of remote storage raise exceptions of their own
+        raise DataError(
+            f"dataset {url!r}: its storage cannot be reached: {type(error).__name__}: {error}"
+        ) from error
+    return True
+
+
 def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
     """Return the columns that the dataloader reads: identity, origin, ``prompt``, ``answer``, all
     others as they are.

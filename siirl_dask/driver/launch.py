@@ -14,10 +14,10 @@ from siirl_dask.config import Config, TrainerConfig
 from siirl_dask.driver.caller import RunCaller
 from siirl_dask.driver.checks.number_type import OpenTypes
 from siirl_dask.driver.checks.preflight import Checked, check
+from siirl_dask.driver.checks.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.checks.reachable import check_reachable
 from siirl_dask.driver.clusters.processes import hosts_of
 from siirl_dask.driver.driver import Driver
-from siirl_dask.driver.estimates.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.models import Models, fetch_on_workers
 from siirl_dask.driver.phases import Phases, data_versions, due_tables, plan_phases

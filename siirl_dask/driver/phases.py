@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 from filelock import FileLock, Timeout
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import StorageError, TableNotFound, open_fs, open_table
+from siirl_storage import open_fs
 
 from siirl_dask.config import Config, Durability
 from siirl_dask.config.file import ConfigFile
@@ -19,8 +19,8 @@ from siirl_dask.coordinator.source import (
     Dataset,
     Source,
     dataset_schema,
+    exists,
     open_source,
-    refuse_text,
     training_dataset,
 )
 from siirl_dask.driver.checks.continued import check_continued
@@ -313,25 +313,6 @@ def _lock(folder: Path | None) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def exists(url: str) -> bool:
-    """Return whether there is a table at ``url``, also a damaged one.
-
-    DataError if the storage cannot be reached, and where JSON or CSV is there, which no run reads.
-    """
-    try:
-        open_table(url)
-    except TableNotFound:
-        refuse_text(url)
-        return False
-    except StorageError:
-        return True
-    except Exception as error:  # drivers of remote storage raise exceptions of their own
-        raise DataError(
-            f"dataset {url!r}: its storage cannot be reached: {type(error).__name__}: {error}"
-        ) from error
-    return True
 
 
 def _check(config: Config, dag: DAG, validation: DAG | None) -> None:

@@ -21,7 +21,6 @@ from siirl_dask.driver.clusters.cluster import connect, reconnect
 from siirl_dask.driver.clusters.processes import hosts_of, workers_needed
 from siirl_dask.driver.collection import write_dataset
 from siirl_dask.driver.driver import Driver
-from siirl_dask.driver.estimates.speeds import note_on_float32
 from siirl_dask.driver.failure_text import going_on_text
 from siirl_dask.driver.iterations import CompletedIteration, iterations
 from siirl_dask.driver.launch import Job, Launch, plan_run, prepare_launch
@@ -51,6 +50,7 @@ from siirl_dask.errors import (
     SiirlError,
     counted,
 )
+from siirl_dask.estimates import note_on_float32
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
 from siirl_dask.planner import DAG, Phase

@@ -73,8 +73,14 @@ __all__ = [
     "WeightStream",
     "build_engine",
     "check_engine",
+    "endpoint",
+    "engine",
     "engine_spec",
     "processor_of",
+    "requests",
+    "specs",
+    "tokenizer",
+    "transformers_engine",
 ]
 
 

@@ -16,8 +16,7 @@ from siirl_dask.config import Config
 from siirl_dask.errors import ConfigError, PlanError, SiirlError
 from siirl_dask.observe import EVAL_FILE as RESULT_FILE
 from siirl_dask.observe import Record, Summary, read_metrics, read_summary
-from siirl_dask.planner import bind, options_of, provides_of, resolve
-from siirl_dask.planner.contract import contract_of
+from siirl_dask.planner import bind, contract_of, options_of, provides_of, resolve
 from siirl_dask.runs.absent import hint_if_absent
 from siirl_dask.runs.checkpoints import committed
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, recorded_config

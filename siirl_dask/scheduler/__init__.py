@@ -6,4 +6,11 @@ from siirl_dask.scheduler.idle_workers import DRIVERS, free_workers, has_resourc
 from siirl_dask.scheduler.supervisor import Supervisor
 from siirl_dask.scheduler.worker_demand import WorkerDemand
 
-__all__ = ["DRIVERS", "Supervisor", "WorkerDemand", "free_workers", "has_resources"]
+__all__ = [
+    "DRIVERS",
+    "Supervisor",
+    "WorkerDemand",
+    "free_workers",
+    "has_resources",
+    "worker_demand",
+]

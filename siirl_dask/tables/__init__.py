@@ -23,6 +23,7 @@ from siirl_dask.tables.stored_rows import (
 
 __all__ = [
     "Ints",
+    "content",
     "decode_array",
     "decode_column",
     "decoded_column",

@@ -18,7 +18,7 @@ from siirl_dask.driver.doctor.packages import check_packages
 from siirl_dask.driver.doctor.storage import check_storage
 from siirl_dask.driver.doctor.vllm import judge_vllm, vllm_probe
 
-__all__ = ["DoctorFinding", "DoctorState", "examine"]
+__all__ = ["DoctorFinding", "DoctorState", "examine", "finding"]
 
 
 def examine(config: Config | None) -> list[DoctorFinding]:

@@ -10,11 +10,11 @@ import yaml
 
 from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.driver.estimates.analysis import Compared, analyze, mean_lengths
-from siirl_dask.driver.estimates.computing_seconds import StepTokens
-from siirl_dask.driver.estimates.memory import WorkerMemory, sizes_of
-from siirl_dask.driver.estimates.speeds import TABLE
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
+from siirl_dask.estimates.analysis import Compared, analyze, mean_lengths
+from siirl_dask.estimates.computing_seconds import StepTokens
+from siirl_dask.estimates.memory import WorkerMemory, sizes_of
+from siirl_dask.estimates.speeds import TABLE
 from siirl_dask.observe.trace.measured import Measured, MeasuredEdge, MeasuredNode
 from siirl_dask.planner import Phase, estimate
 from tests.models.configs import QWEN2_5_7B, write_config

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from siirl_dask.config import Config, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
-from siirl_dask.driver.estimates.computing_seconds import (
+from siirl_dask.estimates.computing_seconds import (
     ENGINE_SHARE,
     FLOAT32,
     ComputedModel,
@@ -33,7 +33,7 @@ from siirl_dask.driver.estimates.computing_seconds import (
     scoring_seconds,
     update_seconds,
 )
-from siirl_dask.driver.estimates.role_moves import (
+from siirl_dask.estimates.role_moves import (
     Moves,
     NodeWork,
     ParkedModel,
@@ -42,7 +42,7 @@ from siirl_dask.driver.estimates.role_moves import (
     messages_of,
     slowest,
 )
-from siirl_dask.driver.estimates.speeds import Speed
+from siirl_dask.estimates.speeds import Speed
 from siirl_dask.models.architecture import Architecture, read_architecture
 from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
 from siirl_dask.planner import Node, Plan, options_of

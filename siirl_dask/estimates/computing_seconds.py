@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from siirl_dask.config import Config, RolloutConfig, TrainerConfig
-from siirl_dask.driver.estimates.optimizer_seconds import optimizer_step
-from siirl_dask.driver.estimates.speeds import Speed
+from siirl_dask.estimates.optimizer_seconds import optimizer_step
+from siirl_dask.estimates.speeds import Speed
 from siirl_dask.models.architecture import Architecture
 from siirl_dask.models.shapes import ModelSize
 from siirl_dask.rollout import engine_spec

@@ -7,9 +7,9 @@ import pytest
 from siirl_dask.config import ClusterConfig, Config, DataConfig, RolloutConfig, TrainerConfig
 from siirl_dask.devices import machine_memory
 from siirl_dask.devices.machine_memory import MachineMemory
-from siirl_dask.driver.estimates import memory_shortage
-from siirl_dask.driver.estimates.memory import WorkerMemory
-from siirl_dask.driver.estimates.memory_shortage import find_shortage
+from siirl_dask.estimates import memory_shortage
+from siirl_dask.estimates.memory import WorkerMemory
+from siirl_dask.estimates.memory_shortage import find_shortage
 
 GB = 10**9
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.driver.estimates.computing_seconds import StepTokens
-from siirl_dask.driver.estimates.performance import lengths_of, splits, step_time
-from siirl_dask.driver.estimates.speeds import TABLE, speed_of
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.errors import ConfigError
+from siirl_dask.estimates.computing_seconds import StepTokens
+from siirl_dask.estimates.performance import lengths_of, splits, step_time
+from siirl_dask.estimates.speeds import TABLE, speed_of
 from siirl_dask.planner import DAG, Phase
 from tests.models.configs import QWEN2_5_7B, QWEN3_30B_A3B, write_config
 

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from siirl_dask.config import Config
-from siirl_dask.driver.estimates.computing_seconds import StepTokens
-from siirl_dask.driver.estimates.memory import WorkerMemory
-from siirl_dask.driver.estimates.node_seconds import NodeSeconds, Placement
-from siirl_dask.driver.estimates.performance import Split, schedule, splits_by
-from siirl_dask.driver.estimates.speeds import Speed
+from siirl_dask.estimates.computing_seconds import StepTokens
+from siirl_dask.estimates.memory import WorkerMemory
+from siirl_dask.estimates.node_seconds import NodeSeconds, Placement
+from siirl_dask.estimates.performance import Split, schedule, splits_by
+from siirl_dask.estimates.speeds import Speed
 from siirl_dask.observe import Record
 from siirl_dask.observe.trace.measured import Measured
 from siirl_dask.planner import DATA, Plan, TableSizes, estimate

@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from siirl_dask.config import Config, Dtype, ModelConfig, WeightSync, parse_bytes
-from siirl_dask.coordinator.source import Dataset, Source, open_source
-from siirl_dask.driver.phases import Phases, exists
+from siirl_dask.coordinator.source import Dataset, Source, exists, open_source
 from siirl_dask.errors import PlanError
 from siirl_dask.models.remote import UnreachableModelError
 from siirl_dask.models.routing import read_routing
@@ -41,6 +40,7 @@ from siirl_dask.planner.reloads import always_reloaded
 from siirl_dask.schema import PARAMETER_DATA, ROUTED_EXPERTS
 from siirl_dask.training.preflight import count_adapters
 from siirl_dask.wording import readable_bytes, worker_ranges
+from siirl_dask.worker.run_spec import Phases
 
 _PROCESS = 450 * 10**6  # 414 MB were measured on Linux, before a model
 _LIBRARIES = 2 * 10**9  # of an accelerator, which a process loads; by habit, not measured

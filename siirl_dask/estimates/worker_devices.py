@@ -15,8 +15,7 @@ from siirl_dask.devices.accelerator import VisibleDevices, visible_devices
 from siirl_dask.devices.cpus import given_cpus, numa_nodes, show_cpus
 from siirl_dask.devices.link_matrix import speed_of
 from siirl_dask.devices.topology import Topology, blocks_of, slowest_link
-from siirl_dask.planner import Plan
-from siirl_dask.planner.role_contract import groups_of
+from siirl_dask.planner import Plan, groups_of
 from siirl_dask.wording import table
 from siirl_dask.worker.hardware.affinity import share_of_worker, topology_of, with_topology
 from siirl_dask.worker.hardware.devices import assign

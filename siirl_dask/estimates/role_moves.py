@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from siirl_dask.driver.estimates.speeds import Speed
+from siirl_dask.estimates.speeds import Speed
 from siirl_dask.planner import Node
 from siirl_dask.schema import PARAMETER_DATA
 

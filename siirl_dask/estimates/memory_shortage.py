@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.devices.machine_memory import MachineMemory, machine_memory
-from siirl_dask.driver.estimates.memory import WorkerMemory
 from siirl_dask.errors import counted
+from siirl_dask.estimates.memory import WorkerMemory
 from siirl_dask.wording import readable_bytes
 
 _ROOM = 0.9  # of the machine's memory: the driver, the scheduler and the system have the rest

@@ -18,8 +18,8 @@ from siirl_dask.devices.cpus import given_cpus, show_cpus
 from siirl_dask.devices.topology import CardPlace, read_topology
 from siirl_dask.driver.doctor import DoctorState
 from siirl_dask.driver.doctor.topology import check_topology, judge_topology
-from siirl_dask.driver.estimates import worker_devices
-from siirl_dask.driver.estimates.worker_devices import describe_links, find_worker_devices
+from siirl_dask.estimates import worker_devices
+from siirl_dask.estimates.worker_devices import describe_links, find_worker_devices
 from tests.devices.hosts import install, links, make_nodes, npu, quads
 from tests.settings import digits_overrides
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from siirl_dask.driver.estimates.speeds import Speed
+from siirl_dask.estimates.speeds import Speed
 
 _FLOAT32 = 4
 # bytes: AdamW reads weights, gradients and moments and writes all but the gradients, which are

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from siirl_dask.config import Config, TrainerConfig
-from siirl_dask.driver.estimates.computing_seconds import StepTokens
-from siirl_dask.driver.estimates.node_seconds import NodeSeconds, Placement, learns
-from siirl_dask.driver.estimates.role_moves import Moves
-from siirl_dask.driver.estimates.speeds import Speed
 from siirl_dask.errors import ConfigError
+from siirl_dask.estimates.computing_seconds import StepTokens
+from siirl_dask.estimates.node_seconds import NodeSeconds, Placement, learns
+from siirl_dask.estimates.role_moves import Moves
+from siirl_dask.estimates.speeds import Speed
 from siirl_dask.planner import Plan
 from siirl_dask.schema import RESPONSE_IDS
 from siirl_dask.training.specs import division_of

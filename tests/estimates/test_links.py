@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.driver.estimates.links import links_of, total_of
+from siirl_dask.estimates.links import links_of, total_of
 from siirl_dask.planner import DAG, Node, Role, Rows, TableSizes, compile_chains
 from siirl_dask.testing.local_pool import LocalPool
 from siirl_dask.testing.rows import build_nothing, fill, take
