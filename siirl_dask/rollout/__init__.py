@@ -15,6 +15,7 @@ from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import local_model
 from siirl_dask.models.shapes import read_widths
 from siirl_dask.planner import builds
+from siirl_dask.rollout.continued_rows import ContinuedRow
 from siirl_dask.rollout.engine import (
     AdaptableEngine,
     DraftsTokens,
@@ -50,6 +51,7 @@ from siirl_dask.rollout.specs import (
 
 __all__ = [
     "Abilities",
+    "ContinuedRow",
     "DraftsTokens",
     "EngineFacts",
     "EngineInputs",

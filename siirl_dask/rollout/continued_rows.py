@@ -12,36 +12,45 @@ class ContinuedRow:
     """The request of a response, and what has been sampled of it."""
 
     request: GenerationRequest
+    """The request of its first part."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token."""
-    reason: FinishReason | None = None
+    finish_reason: FinishReason | None = None
     """None while it goes on."""
 
-    def rest(self) -> GenerationRequest:
-        """Return the request of what is left of the response."""
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def rest(self, budget: int | None = None) -> GenerationRequest:
+        """Return the request of the next part: at most ``budget`` tokens; None means all that the
+        limit allows.
+        """
         request = self.request
-        sampling = request.sampling
+        max_tokens = request.sampling.max_tokens - len(self.tokens)
+        if budget is not None:
+            max_tokens = min(budget, max_tokens)
         return replace(
             request,
             prompt=[*request.prompt, *self.tokens],
-            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(self.tokens)),
+            sampling=replace(request.sampling, max_tokens=max_tokens),
             begun=request.begun + len(self.tokens),
         )
 
     def add(self, generation: Generation, version: int) -> None:
-        """Append tokens that weights of ``version`` have sampled; the response goes on unless they
-        end with an end token or reach its limit.
+        """Append a part, sampled with weights of ``version`` unless the engine has recorded others;
+        the response goes on unless the part ends with an end token or reaches the limit.
         """
         self.tokens += generation.token_ids
         self.logprobs += generation.logprobs
-        self.versions += [version] * len(generation.token_ids)
+        self.versions += generation.versions_or(version)
         at_limit = len(self.tokens) == self.request.sampling.max_tokens
         if generation.finish_reason is FinishReason.STOP or at_limit:
-            self.reason = generation.finish_reason
+            self.finish_reason = generation.finish_reason
 
     def whole(self) -> Generation:
         """Return the response, which has ended."""
-        assert self.reason is not None
-        return Generation(self.tokens, self.logprobs, self.reason, versions=self.versions)
+        assert self.finish_reason is not None
+        return Generation(self.tokens, self.logprobs, self.finish_reason, versions=self.versions)
