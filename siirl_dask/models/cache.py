@@ -227,4 +227,6 @@ def _fetch_from_hub(model: RemoteModel, progress: Progress) -> Path:
 
 
 def _has(file: Path, nbytes: int) -> bool:
-    return file.is_file() and file.stat().st_size == nbytes
+    if not file.is_file():
+        return False
+    return file.stat().st_size == nbytes

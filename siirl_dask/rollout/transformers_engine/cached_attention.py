@@ -102,10 +102,9 @@ class KeyValueCache:
         end = self.columns + query.shape[2]
         window = None if window is None or window >= end else window
         if window not in self._masks:
-            uneven = (
-                self._uneven or (window is not None) or (self.columns > 0 and query.shape[2] > 1)
-            )
-            self._masks[window] = self._made(query, end, window) if uneven else None
+            self._masks[window] = None
+            if self._uneven or window is not None or (self.columns > 0 and query.shape[2] > 1):
+                self._masks[window] = self._made(query, end, window)
         return self._masks[window]
 
     def _made(self, query: Tensor, end: int, window: int | None) -> Tensor:

@@ -155,7 +155,7 @@ def decode(
     Returns tokens and log-probs, [B, longest] each on the CPU; after its end a row holds
     meaningless ones.
     """
-    shown = images or [None] * len(prompts)
+    shown = images if images else [None] * len(prompts)
     places: dict[tuple[tuple[int, ...], PromptImages | None], int] = {}
     of_prompt = [
         places.setdefault((tuple(prompt), of), len(places))
@@ -266,7 +266,7 @@ def attention_of_text(model: PreTrainedModel, attention: str | None) -> Any:
     config = model.config
     text = config.get_text_config()
     if text is config:
-        return attention or config._attn_implementation
+        return attention if attention else config._attn_implementation
     parts = {name: getattr(config, name) for name in config.sub_configs}
     return {
         name: attention if attention and part is text else part._attn_implementation
