@@ -28,14 +28,14 @@ from siirl_dask.comms.wire import Frame, Pieces
 from siirl_dask.coordinator.databuffer.arena import Arena, Bytes
 from siirl_dask.coordinator.databuffer.limits import CopyThreads
 from siirl_dask.coordinator.databuffer.ragged import CopyPlan
-from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.carriers import (
     CommCarrier,
     HostCarrier,
     NetworkCarrier,
 )
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request, TransitionKey
-from siirl_dask.worker.data_plane import _keep_freed_memory
+from siirl_dask.tables import Ints
+from siirl_dask.worker.peers.data_plane import _keep_freed_memory
 
 _PAYLOAD = 2**28
 _COLUMNS = 4

@@ -14,7 +14,7 @@ from typing import Any
 from distributed import Client, Future, LocalCluster, Scheduler, SchedulerPlugin, wait
 
 from method import PATIENCE
-from siirl_dask.comms.dask_internals import connection_bytes
+from siirl_dask.dask_internals import connection_bytes
 from siirl_dask.scheduler.supervisor import TrafficMeter
 
 _MODULES = ("work.py", "method.py", "dask_cluster.py", "ours.py")

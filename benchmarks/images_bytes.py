@@ -34,11 +34,11 @@ from PIL import Image
 
 from siirl_dask.config.file import load, shipped
 from siirl_dask.context import Context, Reduce
-from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.driver.run import run
 from siirl_dask.observe import read_metrics, read_summary
 from siirl_dask.planner import DAG, Node, Role, Rows, columns
 from siirl_dask.schema import MINIBATCH, TYPES, fields
+from siirl_dask.tables import rows_at
 from siirl_dask.testing.rows import build_nothing
 
 PROMPTS, SAMPLES, STEPS = 128, 8, 4

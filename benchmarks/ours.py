@@ -29,7 +29,7 @@ from siirl_dask.comms.proofs import new_secret
 from siirl_dask.config import TransportMode
 from siirl_dask.planner import Edge, Iteration, Rows
 from siirl_dask.schema import GROUP_ID, ROW_ID, TOKENS
-from siirl_dask.worker.data_plane import DataPlane, DataSettings
+from siirl_dask.worker.peers.data_plane import DataPlane, DataSettings
 from work import COLUMNS, Held, Work, inspect, make_rows, offsets_of, touch
 from work import Rows as WorkRows
 

@@ -18,7 +18,7 @@ from setting import WORK, median_seconds, model_folder, setting
 from siirl_dask.algorithms import ppo_clip
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Rank
-from siirl_dask.driver.estimates.speeds import TABLE
+from siirl_dask.estimates.speeds import TABLE
 from siirl_dask.models.architecture import read_architecture
 from siirl_dask.models.shapes import count_parameters
 from siirl_dask.testing.rows import random_rows, signs

@@ -16,7 +16,7 @@ import dask
 from distributed import Worker
 
 from siirl_dask.context import Metric, Reduce
-from siirl_dask.observe.metrics import pack
+from siirl_dask.observe import pack
 from siirl_dask.planner import Iteration
 from siirl_dask.worker.dag_worker import DAGWorker
 from siirl_dask.worker.monitoring.task_progress import TaskProgress
@@ -48,6 +48,7 @@ class IdleWorker(DAGWorker):
         self.release = Release(lambda: None)
         self.worker_name = str(worker.name)
         self._worker = worker
+        self._peers = None
         self._device = None
         self.port = 0
         self.tracing = Tracing(self.spec, self.worker_name)

@@ -32,7 +32,7 @@ from siirl_dask.driver.clusters import run_on_cluster
 from siirl_dask.driver.clusters.processes import members
 from siirl_dask.driver.driver import Driver
 from siirl_dask.planner import Iteration, Phase
-from siirl_dask.worker.data_plane import DataSettings
+from siirl_dask.worker.peers.data_plane import DataSettings
 from siirl_dask.worker.run_spec import RunSpec
 
 _IDLE_WORKER = Path(__file__).with_name("idle_worker.py")

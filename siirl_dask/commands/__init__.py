@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+__all__ = ["COMMANDS", "GROUPS", "NAME_FUNCTIONS", "program", "script"]
+
 
 class Command(NamedTuple):
     """Where a command is, and what it does."""

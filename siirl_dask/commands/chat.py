@@ -26,11 +26,10 @@ import pyarrow as pa
 
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_text
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, DataError, Interrupted, counted
 from siirl_dask.models.cache import local_folder
 from siirl_dask.observe import printable
-from siirl_dask.rollout.engine import FinishReason, GenerationRequest, Sampling
+from siirl_dask.rollout import FinishReason, GenerationRequest, Sampling
 from siirl_dask.runs.checkpoint_model import is_run_or_model
 from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.export import config_of_role, write_folder
@@ -38,6 +37,7 @@ from siirl_dask.runs.reader import Run
 from siirl_dask.runs.samples.rollouts import open_newest
 from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
 from siirl_dask.schema import PROMPT
+from siirl_dask.wording import redacted
 
 if TYPE_CHECKING:
     from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
@@ -178,8 +178,7 @@ def _prompts_are_texts(run: str, step: int) -> bool:
 
 def _speaker(chosen: Namespace, config: Config, *, are_texts: bool) -> Speaker:
     # torch and transformers take seconds, for which a refusal need not wait
-    from siirl_dask.devices import accelerator
-    from siirl_dask.devices.kinds import DeviceKind
+    from siirl_dask.devices import DeviceKind, accelerator
     from siirl_dask.models.longest_row import check_frequencies_are_pinned
     from siirl_dask.nodes.generate import validation_sampling
     from siirl_dask.rollout.tokenizer import load_tokenizer

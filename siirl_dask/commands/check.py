@@ -11,9 +11,9 @@ from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
-from siirl_dask.config.secrets import redacted
 from siirl_dask.observe import PipeConsole, printable
 from siirl_dask.runs.check import PartState, RunFinding, check_run
+from siirl_dask.wording import redacted
 
 _STYLES = {PartState.WHOLE: "green", PartState.UNFINISHED: "yellow", PartState.DAMAGED: "bold red"}
 

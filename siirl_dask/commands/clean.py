@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from siirl_storage.files import absolute
+from siirl_storage import absolute
 
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.runs.attempt import take

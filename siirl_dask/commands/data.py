@@ -16,7 +16,7 @@ from siirl_dask.commands.program.ending import EXIT_CODES
 from siirl_dask.config import parse_bytes
 from siirl_dask.errors import ConfigError, DataError, Interrupted, counted
 from siirl_dask.models.cache import folder_here
-from siirl_dask.observe.console import PipeConsole
+from siirl_dask.observe import PipeConsole
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -145,9 +145,14 @@ def data(chosen: argparse.Namespace) -> None:
 
 
 def _import(chosen: argparse.Namespace) -> None:
+    from siirl_dask.datasets import (
+        ColumnMapping,
+        ImportRequest,
+        PromptLengths,
+        import_data,
+        parse_type,
+    )
     from siirl_dask.datasets.chat_messages import ChatColumn
-    from siirl_dask.datasets.importing import ImportRequest, PromptLengths, import_data
-    from siirl_dask.datasets.mapping import ColumnMapping, parse_type
     from siirl_dask.views.dataset_tables import print_import
 
     _check_separator(chosen.separator)
@@ -342,7 +347,7 @@ def _columns(texts: Sequence[str]) -> tuple[dict[str, str], dict[str, pa.DataTyp
 
     What follows a colon is part of the path where it is no type: names may have colons.
     """
-    from siirl_dask.datasets.mapping import parse_type
+    from siirl_dask.datasets import parse_type
 
     paths: dict[str, str] = {}
     types: dict[str, pa.DataType] = {}

@@ -12,13 +12,12 @@ from rich.text import Text
 
 from siirl_dask.commands.plan import plan_checked
 from siirl_dask.config.file import ConfigFile, load_config_file
-from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.doctor import DoctorFinding, DoctorState, examine
 from siirl_dask.driver.doctor.finding import fault, note, ok
 from siirl_dask.driver.phases import dags
 from siirl_dask.errors import ConfigError, UserError, counted
 from siirl_dask.observe import PipeConsole, printable
-from siirl_dask.planner.explain.tables import readable_bytes
+from siirl_dask.wording import readable_bytes, redacted
 
 _STYLES = {DoctorState.OK: "green", DoctorState.NOTE: "yellow", DoctorState.FAULT: "bold red"}
 

@@ -19,9 +19,7 @@ from siirl_storage import join, open_table, set_retry_seconds
 from siirl_dask.commands.evaluation_dag import TABLE, Answering, answering_of, evaluation_dag
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_text
-from siirl_dask.config.secrets import redacted
 from siirl_dask.coordinator.source import Source, open_source, source_schema
-from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.driver.checks.reachable import Unreachable
 from siirl_dask.driver.single_pass import one_pass
 from siirl_dask.errors import ConfigError
@@ -39,6 +37,8 @@ from siirl_dask.runs.export import check_unused
 from siirl_dask.runs.reader import Run
 from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
 from siirl_dask.schema import GROUP_ID
+from siirl_dask.tables import step_folder
+from siirl_dask.wording import redacted
 
 _FOLDER = "evaluations"
 _ARGUMENTS = {"model.path": "its first argument", "data.url": "--data", "run.url": "--out"}

@@ -23,9 +23,7 @@ from siirl_dask.nodes import (
     score,
 )
 from siirl_dask.nodes.evaluate import eval_table_schema
-from siirl_dask.planner import DAG, Node, Role, Rows, resolve
-from siirl_dask.planner.contract import all_options, options_of
-from siirl_dask.planner.spec.dag_spec import bind
+from siirl_dask.planner import DAG, Node, Role, Rows, all_options, bind, options_of, resolve
 from siirl_dask.planner.spec.names import function_name
 from siirl_dask.recipes.common import measure_options, play_options, prompt_options
 from siirl_dask.recipes.turns import environments_role

@@ -12,7 +12,7 @@ from typing import Any
 from siirl_dask.commands.planning.hosts import describe_hosts, links_as_data, place_workers
 from siirl_dask.commands.planning.step_time import TimingOptions
 from siirl_dask.config import Config, DevicePreference
-from siirl_dask.config.secrets import redacted
+from siirl_dask.coordinator.source import exists
 from siirl_dask.driver.checks.number_type import (
     NumberType,
     expected_dtype,
@@ -22,28 +22,30 @@ from siirl_dask.driver.checks.number_type import (
 )
 from siirl_dask.driver.checks.preflight import Checked, check, check_observation
 from siirl_dask.driver.checks.prompt_rows import first_prompt
-from siirl_dask.driver.estimates.device_memory import Cards, cards_of, device_memory
-from siirl_dask.driver.estimates.memory import WorkerMemory, sizes_of
-from siirl_dask.driver.estimates.worker_devices import (
-    describe_worker_devices,
-    find_worker_devices,
-    worker_devices_as_data,
-)
 from siirl_dask.driver.phases import (
     Phases,
     assumed_columns,
-    exists,
     plan_phases,
     validation_of,
     worker_names,
 )
 from siirl_dask.driver.starts import find_starts
 from siirl_dask.errors import ConfigError, counted
+from siirl_dask.estimates import (
+    Cards,
+    WorkerMemory,
+    cards_of,
+    describe_worker_devices,
+    device_memory,
+    find_worker_devices,
+    sizes_of,
+    worker_devices_as_data,
+)
 from siirl_dask.planner import DAG, Hosts, Phase, Plan, TableSizes
 from siirl_dask.planner.explain.device_memory import card_as_data, describe_card, summary
-from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
 from siirl_dask.runs.folder import check_writable
 from siirl_dask.views.plan import as_data, describe, draw
+from siirl_dask.wording import readable_bytes, redacted, table, worker_ranges
 
 
 def describe_run(

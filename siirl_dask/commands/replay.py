@@ -15,22 +15,20 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from siirl_storage import join, open_fs, open_table
-from siirl_storage.files import absolute
+from siirl_storage import absolute, join, open_fs, open_table
 
 from siirl_dask.commands.options.steps import EVERY
 from siirl_dask.config import Config
-from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.driver.single_pass import StoredPass, stored_passes
 from siirl_dask.errors import ConfigError, counted, did_you_mean
 from siirl_dask.observe import printable
-from siirl_dask.planner import DAG, dag_from_spec, run_again, saved_after
-from siirl_dask.planner.spec.names import canonical
+from siirl_dask.planner import DAG, canonical, dag_from_spec, run_again, saved_after
 from siirl_dask.runs.past_weights import StepsWithWeights, Weights, past_weights
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.replays import ReplayChanges, compare
 from siirl_dask.runs.samples.rollouts import in_words, saved_steps
 from siirl_dask.runs.tables import REPLAY, listed
+from siirl_dask.tables import step_folder
 
 _FUNCTIONS = {
     "rewards.function": "reward",

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from functools import partial
 
 from siirl_dask.commands.options.steps import one_step, steps_between
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import PipeConsole, printable
 from siirl_dask.runs.reader import decoder_of_run
@@ -23,6 +22,7 @@ from siirl_dask.schema import TURNS
 from siirl_dask.views.samples.answer import AnswerLayout, QueryResult
 from siirl_dask.views.samples.page import write_page
 from siirl_dask.views.samples.terminal import print_answer
+from siirl_dask.wording import redacted
 
 _SAMPLES = 5
 _CHOSEN = {

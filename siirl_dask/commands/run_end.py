@@ -16,7 +16,6 @@ from pathlib import Path
 from siirl_storage import join, open_fs
 
 from siirl_dask.config import Config
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import DataError
 from siirl_dask.observe import (
     EndOfRun,
@@ -32,6 +31,7 @@ from siirl_dask.runs.samples import questions
 from siirl_dask.runs.samples.rollouts import TABLE, open_newest
 from siirl_dask.views.charts.series import series_of
 from siirl_dask.views.samples.answer import summary as changes_in_words
+from siirl_dask.wording import redacted
 
 logger = logging.getLogger("siirl_dask.commands")
 _STEPS = 5  # at each end of a run, of which the mean reward is told

@@ -12,3 +12,5 @@ They are backends of ``distributed.comm``, under the names above, so Dask's ``co
 
 A whole cluster cannot speak them: Dask's control messages are pickles.
 """
+
+__all__ = ["access", "backends", "proofs", "rows_comm", "sockets", "wire"]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.comm.addressing import get_address_host, parse_address
 
-from siirl_dask.comms.dask_internals import certificates_of
 from siirl_dask.comms.sockets import Scheme
+from siirl_dask.dask_internals import certificates_of
 from siirl_dask.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from distributed.comm.core import Comm, Connector
 from distributed.comm.registry import Backend, backends
 
 from siirl_dask.comms.byte_stream import ByteStream
-from siirl_dask.comms.dask_internals import BaseListener, FatalCommClosedError, ensure_concrete_host
 from siirl_dask.comms.proofs import Side
 from siirl_dask.comms.rows_comm import RowsComm
 from siirl_dask.comms.sockets import (
@@ -32,6 +31,7 @@ from siirl_dask.comms.sockets import (
     secure,
     tune,
 )
+from siirl_dask.dask_internals import BaseListener, FatalCommClosedError, ensure_concrete_host
 
 logger = logging.getLogger("siirl_dask.comms")
 _HANDSHAKE_SECONDS = 9.0  # for a connection to say who it is

@@ -16,10 +16,10 @@ from distributed.comm.core import Comm, CommClosedError
 
 from siirl_dask.comms import wire
 from siirl_dask.comms.byte_stream import ByteStream
-from siirl_dask.comms.dask_internals import FatalCommClosedError
 from siirl_dask.comms.proofs import NONCE_BYTES, Side, new_nonce, proof_of
 from siirl_dask.comms.sockets import Scheme, peer_process
 from siirl_dask.comms.wire import Frame, Message, MessageBounds, Pieces
+from siirl_dask.dask_internals import FatalCommClosedError
 from siirl_dask.errors import PeerError
 
 logger = logging.getLogger("siirl_dask.comms")

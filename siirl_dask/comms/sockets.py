@@ -15,7 +15,7 @@ from typing import Any
 import dask
 from distributed.comm.addressing import parse_host_port, unparse_host_port
 
-from siirl_dask.comms.dask_internals import FatalCommClosedError, parse_timedelta
+from siirl_dask.dask_internals import FatalCommClosedError, parse_timedelta
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid of struct ucred (unix(7))
 _PROBES = 10  # that a peer's host leaves unanswered until a connection counts as lost

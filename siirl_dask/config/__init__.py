@@ -92,7 +92,10 @@ __all__ = [
     "VisionPart",
     "VllmConfig",
     "WeightSync",
+    "agents",
     "changed_options",
+    "file",
+    "megatron",
     "parse_bytes",
     "parse_ports",
 ]

@@ -130,7 +130,7 @@ class Context:
     steal_from_peers: Callable[..., Any] | None = None
     """``steal_from_peers(items, codec, on_result=None)`` returns a work queue of items that idle
     workers of the role may take over, and calls ``on_result(number, result)`` for each; see
-    ``siirl_dask.worker.work_stealing``. All workers must call it. None for a role with one worker.
+    ``siirl_dask.worker.peers.work_stealing``. All workers must call it. None for a role with one worker.
     """
     hand_over: Callable[[Any], None] | None = None
     """``hand_over(rows)`` lets rows go on while the node makes others: a table of their ids,

@@ -1,1 +1,3 @@
 """The Data Coordinator: the Dataloader reads prompts, the Databuffer moves rows between workers."""
+
+__all__ = ["databuffer", "dataloader", "layout", "source", "transport"]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from siirl_dask.coordinator.layout.balance import Ints, split
+from siirl_dask.tables import Ints, split
 
 KNOWN_ROWS = 2**18
 """Rows whose order is known ahead, over all streams: 2 MiB, however long the dataset is."""

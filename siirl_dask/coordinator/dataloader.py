@@ -21,8 +21,6 @@ import pyarrow.compute as pc
 from siirl_storage import FooterCache, RowGroup, Snapshot, StorageError, TooLarge
 
 from siirl_dask.coordinator.data_order import GlobalOrder, MixedOrder, RowPosition
-from siirl_dask.coordinator.decoding import decode_column
-from siirl_dask.coordinator.layout.balance import Ints, split
 from siirl_dask.coordinator.source import (
     Dataset,
     Mixture,
@@ -49,6 +47,7 @@ from siirl_dask.schema import (
     decoded,
     with_large_offsets,
 )
+from siirl_dask.tables import Ints, decode_column, split
 
 # Reads a dataset's rows out of its row groups, and holds the next ones of each group within a
 # budget.

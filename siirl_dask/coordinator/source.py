@@ -9,8 +9,7 @@ from fractions import Fraction
 from shlex import quote
 
 import pyarrow as pa
-from siirl_storage import Snapshot, StorageError, TableNotFound, open_fs, open_table
-from siirl_storage.files import list_files
+from siirl_storage import Snapshot, StorageError, TableNotFound, list_files, open_fs, open_table
 
 from siirl_dask.config import DataConfig, parse_bytes
 from siirl_dask.coordinator.transport.frames import check_types
@@ -200,6 +199,25 @@ def refuse_text(url: str) -> None:
         f"    siirl-dask data import {quote(url)} {quote(table)}\n"
         f"and name {table!r} instead"
     )
+
+
+def exists(url: str) -> bool:
+    """Return whether there is a table at ``url``, also a damaged one.
+
+    DataError if the storage cannot be reached, and where JSON or CSV is there, which no run reads.
+    """
+    try:
+        open_table(url)
+    except TableNotFound:
+        refuse_text(url)
+        return False
+    except StorageError:
+        return True
+    except Exception as error:  # drivers of remote storage raise exceptions of their own
+        raise DataError(
+            f"dataset {url!r}: its storage cannot be reached: {type(error).__name__}: {error}"
+        ) from error
+    return True
 
 
 def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:

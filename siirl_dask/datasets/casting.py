@@ -7,9 +7,9 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from siirl_dask.coordinator.decoding import decode, needs_decoding
 from siirl_dask.datasets.json_types import float_text
 from siirl_dask.schema import decoded
+from siirl_dask.tables import decode_array, needs_decoding
 
 _WHOLE = r"^[+-]?[0-9]+$"
 _ENDLESS = r"(?i)^[+-]?(inf|infinity)$"
@@ -51,7 +51,7 @@ def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
     if array.type == kind:
         return array
     if needs_decoding(array.type):
-        return _cast(decode(array, decoded(array.type)), kind)
+        return _cast(decode_array(array, decoded(array.type)), kind)
     if pa.types.is_dictionary(array.type):
         return _cast(array.dictionary_decode(), kind)
     types = pa.types

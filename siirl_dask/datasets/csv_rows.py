@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
 from fsspec import AbstractFileSystem
-from siirl_storage.files import full_name
+from siirl_storage import full_name
 
 from siirl_dask.datasets.json_rows import LARGEST_ROW, open_text
 from siirl_dask.errors import DataError

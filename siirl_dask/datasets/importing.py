@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 from siirl_storage import Snapshot, TableNotFound, open_table
 
-from siirl_dask.config.secrets import redacted
 from siirl_dask.datasets.column_paths import extract, steps_of
 from siirl_dask.datasets.destination import destination
 from siirl_dask.datasets.inputs import InputRows, open_inputs, readable, total_rows
@@ -21,6 +20,7 @@ from siirl_dask.datasets.table_writer import TableWriter
 from siirl_dask.datasets.text_files import TypesChanged
 from siirl_dask.datasets.token_lengths import TokenLengths, extended
 from siirl_dask.errors import ConfigError, DataError, UserError, did_you_mean
+from siirl_dask.wording import redacted
 
 ROW_GROUP_BYTES = 2**24
 """Default size of a row group before it is encoded: what a worker decodes to read some of its

@@ -21,9 +21,18 @@ from glob import escape, has_magic
 import pyarrow as pa
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import Snapshot, StorageError, TableNotFound, join, open_fs, open_table
-from siirl_storage.files import full_name, list_files, open_input
-from siirl_storage.manifest import is_below
+from siirl_storage import (
+    Snapshot,
+    StorageError,
+    TableNotFound,
+    full_name,
+    is_below,
+    join,
+    list_files,
+    open_fs,
+    open_input,
+    open_table,
+)
 
 from siirl_dask.datasets.ecosystem_rows import EcosystemRows
 from siirl_dask.datasets.text_files import JsonFiles, open_csv

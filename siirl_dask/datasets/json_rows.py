@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.json as pj
 from fsspec import AbstractFileSystem
-from siirl_storage.files import full_name, open_input
+from siirl_storage import full_name, open_input
 
 from siirl_dask.errors import DataError
 

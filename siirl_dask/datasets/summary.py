@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from siirl_storage import Part
 
-from siirl_dask.coordinator.decoding import plain
 from siirl_dask.datasets.column_paths import extract
 from siirl_dask.datasets.importing import check_prompts
 from siirl_dask.datasets.inputs import MAX_BATCH_BYTES, InputRows, open_inputs, readable, total_rows
@@ -23,6 +22,7 @@ from siirl_dask.datasets.lengths import LengthDistribution, Measure, measure_col
 from siirl_dask.datasets.mapping import unify
 from siirl_dask.errors import DataError
 from siirl_dask.images import normalised
+from siirl_dask.tables import decoded_column
 
 _MOST_PIECES = 32  # parts or files that rows are taken from, evenly spaced
 
@@ -122,7 +122,7 @@ def summarise(
 def _look(found: DatasetSummary, table: pa.Table, measure: Measure, wanted: int) -> int:
     """Add rows to the summary, up to ``wanted`` of them as samples; return how many those are."""
     for name, summary in found.columns.items():
-        column = plain(table[name])
+        column = decoded_column(table[name])
         summary.nulls += column.null_count
         if (sizes := _sizes(column)) is not None and len(sizes) > sizes.null_count:
             summary.values += len(sizes) - sizes.null_count

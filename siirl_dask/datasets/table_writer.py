@@ -11,8 +11,17 @@ from contextlib import suppress
 from types import TracebackType
 
 import pyarrow as pa
-from siirl_storage import ROWS_PER_PART, Part, Snapshot, commit, join, open_fs, remove_file, stage
-from siirl_storage.files import is_full
+from siirl_storage import (
+    ROWS_PER_PART,
+    Part,
+    Snapshot,
+    commit,
+    is_full,
+    join,
+    open_fs,
+    remove_file,
+    stage,
+)
 
 _PART_BYTES = 2**26  # of rows before they are encoded, about
 _AHEAD = 1  # parts that wait to be encoded, or are, while the next is read

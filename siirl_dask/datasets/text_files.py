@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pyarrow as pa
 from fsspec import AbstractFileSystem
-from siirl_storage.files import full_name
+from siirl_storage import full_name
 
 from siirl_dask.datasets.csv_rows import read_csv_columns
 from siirl_dask.datasets.json_rows import Block, read_blocks

@@ -9,4 +9,22 @@ broken. Importing this package imports no torch.
 from siirl_dask.devices.kinds import DeviceKind, Traits, hidden_by, traits_of
 from siirl_dask.devices.plugin import check_plugins
 
-__all__ = ["DeviceKind", "Traits", "check_plugins", "hidden_by", "traits_of"]
+__all__ = [
+    "DeviceKind",
+    "Traits",
+    "accelerator",
+    "check_plugins",
+    "cpus",
+    "fused",
+    "hidden_by",
+    "host_memory",
+    "kinds",
+    "link_matrix",
+    "machine_memory",
+    "operators",
+    "plugin",
+    "profile_level",
+    "profiler",
+    "topology",
+    "traits_of",
+]

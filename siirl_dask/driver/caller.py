@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from distributed import Client, Security
 
-from siirl_dask.comms.dask_internals import SchedulerRpc, is_connected
 from siirl_dask.config import Config
+from siirl_dask.dask_internals import SchedulerRpc, is_connected
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import Record
 

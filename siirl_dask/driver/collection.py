@@ -4,7 +4,7 @@ become one committed table at ``data.url``.
 No row passes through this process or the scheduler. From then on the table is the dataset, as any
 other: its order does not depend on the workers, a resume finds the same rows, and nothing is held
 in memory for it. Which rows these are is part of the run's identity: see
-``coordinator/content.py``.
+``tables/content.py``.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from siirl_storage import (
     Snapshot,
     StorageError,
     TableNotFound,
+    absolute,
     commit,
     join,
     open_fs,
     open_table,
     remove_file,
 )
-from siirl_storage.files import absolute
 
 from siirl_dask.config import Config
-from siirl_dask.coordinator.content import CONTENT, TOKEN, content_digest
 from siirl_dask.datasets.destination import destination
 from siirl_dask.datasets.partitions import StagedPartition, common_schema, stage_partition
 from siirl_dask.driver.caller import RunCaller, scheduler_address
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.driver.recovery.resume import ResumePoint
 from siirl_dask.errors import ConfigError, DataError, UserError, counted
+from siirl_dask.tables.content import CONTENT, TOKEN, content_digest
 
 _RETRIES = 2  # of a partition whose worker was lost, beyond those that Dask makes itself
 _SHOWN = 16  # hexadecimal digits of a digest in a message

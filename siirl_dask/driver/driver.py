@@ -13,7 +13,7 @@ from dataclasses import astuple
 from typing import Any
 
 from distributed import Client, Future
-from siirl_storage.digests import FileDigest
+from siirl_storage import FileDigest
 
 from siirl_dask.config import ClusterConfig
 from siirl_dask.driver.clusters.calls import SLICE, submit

@@ -7,10 +7,10 @@ from __future__ import annotations
 import shlex
 
 from siirl_dask.config import ClusterConfig, Config
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import Fenced, FolderGone, Interrupted, SiirlError
 from siirl_dask.observe import RunFailure
 from siirl_dask.runs.checkpoints import committed
+from siirl_dask.wording import redacted
 
 
 def failure_of(error: BaseException, command: str | None) -> RunFailure:

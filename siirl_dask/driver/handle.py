@@ -11,15 +11,15 @@ from typing import Any
 
 import pyarrow as pa
 from dask.delayed import Delayed, delayed
-from siirl_storage.files import absolute
+from siirl_storage import absolute
 
-from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.feed import RunFeed
 from siirl_dask.errors import ConfigError, Interrupted
 from siirl_dask.observe import Record, Summary
 from siirl_dask.runs.reader import Run
 from siirl_dask.runs.samples.parts import SamplePart, common_schema, sample_parts
 from siirl_dask.runs.samples.rollouts import TABLE
+from siirl_dask.wording import redacted
 
 Cancel = Callable[[bool], None]
 """Asks the run's driver to end it: at once if true, else after the step under way."""

@@ -10,8 +10,7 @@ from itertools import count
 from typing import Any
 
 from distributed import Future
-from siirl_storage import Part
-from siirl_storage.digests import FileDigest
+from siirl_storage import FileDigest, Part
 
 from siirl_dask.config import Config
 from siirl_dask.context import Metric

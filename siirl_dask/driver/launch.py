@@ -14,10 +14,10 @@ from siirl_dask.config import Config, TrainerConfig
 from siirl_dask.driver.caller import RunCaller
 from siirl_dask.driver.checks.number_type import OpenTypes
 from siirl_dask.driver.checks.preflight import Checked, check
+from siirl_dask.driver.checks.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.checks.reachable import check_reachable
 from siirl_dask.driver.clusters.processes import hosts_of
 from siirl_dask.driver.driver import Driver
-from siirl_dask.driver.estimates.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.models import Models, fetch_on_workers
 from siirl_dask.driver.phases import Phases, data_versions, due_tables, plan_phases
@@ -33,8 +33,16 @@ from siirl_dask.driver.recovery.verification import verified_resume_point
 from siirl_dask.driver.recovery.worker_group import WorkerGroup, WorkerGroups
 from siirl_dask.driver.who_waits import node_timeout
 from siirl_dask.errors import ConfigError
-from siirl_dask.planner import DAG, NO_DATA, Hosts, Phase, compile_chains, frontiers, replay_plan
-from siirl_dask.planner.contract import options_of
+from siirl_dask.planner import (
+    DAG,
+    NO_DATA,
+    Hosts,
+    Phase,
+    compile_chains,
+    frontiers,
+    options_of,
+    replay_plan,
+)
 from siirl_dask.planner.inputs import alike
 from siirl_dask.planner.placement import host_notes
 from siirl_dask.runs.checkpoints import Checkpoints

@@ -12,7 +12,6 @@ from siirl_storage import join
 
 from siirl_dask.config import Config
 from siirl_dask.config.file.coerce import plain
-from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.checks.prompts import check_prompts
 from siirl_dask.driver.failure_text import failure_of, failure_text
 from siirl_dask.driver.iterations import CompletedIteration
@@ -21,6 +20,7 @@ from siirl_dask.driver.run_page import RunPage
 from siirl_dask.errors import ConfigError, SiirlError, did_you_mean
 from siirl_dask.observe import (
     MEASURED,
+    STEP_SECONDS,
     Accuracy,
     BytesPerStep,
     Drift,
@@ -38,11 +38,11 @@ from siirl_dask.observe import (
     write_summary,
 )
 from siirl_dask.observe.backends import TrackedRun, Tracker, tracked_id
-from siirl_dask.observe.metrics import STEP_SECONDS
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import Attempt
 from siirl_dask.runs.trace import slowest_of
 from siirl_dask.views.charts.run_plot import plot_run
+from siirl_dask.wording import redacted
 
 logger = logging.getLogger("siirl_dask.driver")
 

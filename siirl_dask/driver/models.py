@@ -14,13 +14,13 @@ from distributed import Client
 from rich.filesize import decimal
 
 from siirl_dask.config import ClusterConfig
-from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.cache import fetch, is_here
 from siirl_dask.models.remote import HUB, RemoteModel, find_model, is_remote
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Plan
+from siirl_dask.wording import redacted
 from siirl_dask.worker.process.probe import bring_models, forget_models
 
 logger = logging.getLogger("siirl_dask.driver")

@@ -11,25 +11,23 @@ from pathlib import Path
 import pyarrow as pa
 from filelock import FileLock, Timeout
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import StorageError, TableNotFound, open_fs, open_table
+from siirl_storage import open_fs
 
 from siirl_dask.config import Config, Durability
 from siirl_dask.config.file import ConfigFile
-from siirl_dask.config.secrets import redacted
 from siirl_dask.coordinator.source import (
     Dataset,
     Source,
     dataset_schema,
+    exists,
     open_source,
-    refuse_text,
     training_dataset,
 )
 from siirl_dask.driver.checks.continued import check_continued
 from siirl_dask.driver.checks.unread_groups import check_read
 from siirl_dask.errors import ConfigError, DataError, PlanError, did_you_mean
 from siirl_dask.images import check_layout
-from siirl_dask.planner import DAG, Hosts, Phase, Plan, compile_chains, dag_from_spec, resolve
-from siirl_dask.planner.spec.dag_spec import bind
+from siirl_dask.planner import DAG, Hosts, Phase, Plan, bind, compile_chains, dag_from_spec, resolve
 from siirl_dask.recipes import common
 from siirl_dask.runs.identity_file import DataVersion, DueTable
 from siirl_dask.schema import (
@@ -43,6 +41,7 @@ from siirl_dask.schema import (
     DataType,
     Schema,
 )
+from siirl_dask.wording import redacted
 
 logger = logging.getLogger("siirl_dask.driver")
 _TOKENIZERS = (
@@ -314,25 +313,6 @@ def _lock(folder: Path | None) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def exists(url: str) -> bool:
-    """Return whether there is a table at ``url``, also a damaged one.
-
-    DataError if the storage cannot be reached, and where JSON or CSV is there, which no run reads.
-    """
-    try:
-        open_table(url)
-    except TableNotFound:
-        refuse_text(url)
-        return False
-    except StorageError:
-        return True
-    except Exception as error:  # drivers of remote storage raise exceptions of their own
-        raise DataError(
-            f"dataset {url!r}: its storage cannot be reached: {type(error).__name__}: {error}"
-        ) from error
-    return True
 
 
 def _check(config: Config, dag: DAG, validation: DAG | None) -> None:

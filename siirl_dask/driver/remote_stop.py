@@ -12,7 +12,7 @@ from typing import Any
 
 from distributed import Client
 
-from siirl_dask.comms.dask_internals import SchedulerRpc
+from siirl_dask.dask_internals import SchedulerRpc
 from siirl_dask.driver.caller import StopRequest
 from siirl_dask.runs.holder import Holder
 

@@ -9,12 +9,10 @@ from dataclasses import replace
 from threading import Event
 
 from distributed import Client
-from siirl_storage import set_retry_seconds
-from siirl_storage.files import absolute
+from siirl_storage import absolute, set_retry_seconds
 
 from siirl_dask.config import Config, Dtype, Engine
 from siirl_dask.config.file import ConfigSource
-from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.caller import RunCaller
 from siirl_dask.driver.checks.number_type import OpenTypes, expected_dtype, is_open
 from siirl_dask.driver.checks.preflight import Checked, check, check_observation
@@ -23,7 +21,6 @@ from siirl_dask.driver.clusters.cluster import connect, reconnect
 from siirl_dask.driver.clusters.processes import hosts_of, workers_needed
 from siirl_dask.driver.collection import write_dataset
 from siirl_dask.driver.driver import Driver
-from siirl_dask.driver.estimates.speeds import note_on_float32
 from siirl_dask.driver.failure_text import going_on_text
 from siirl_dask.driver.iterations import CompletedIteration, iterations
 from siirl_dask.driver.launch import Job, Launch, plan_run, prepare_launch
@@ -53,12 +50,14 @@ from siirl_dask.errors import (
     SiirlError,
     counted,
 )
+from siirl_dask.estimates import note_on_float32
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
 from siirl_dask.planner import DAG, Phase
 from siirl_dask.rollout import engine_spec
 from siirl_dask.runs.attempt import Attempt, take
 from siirl_dask.runs.folder import check_writable
+from siirl_dask.wording import redacted
 
 logger = logging.getLogger("siirl_dask.driver")
 

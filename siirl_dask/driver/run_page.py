@@ -12,13 +12,13 @@ from typing import Any
 
 from distributed import Client
 
-from siirl_dask.comms.dask_internals import SchedulerRpc, start_on_loop
 from siirl_dask.config import Config
-from siirl_dask.config.secrets import redacted
+from siirl_dask.dask_internals import SchedulerRpc, start_on_loop
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.observe import Record, Status
 from siirl_dask.runs.samples.token_texts import tokenizer_file
 from siirl_dask.views.dashboard.plugin import NAME, PATH, PagePlugin
+from siirl_dask.wording import redacted
 
 logger = logging.getLogger("siirl_dask.driver")
 _TIMEOUT = 10.0  # seconds for the scheduler to add the page

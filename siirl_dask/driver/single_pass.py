@@ -8,20 +8,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from distributed import Client
-from siirl_storage import set_retry_seconds
-from siirl_storage.files import absolute
+from siirl_storage import absolute, set_retry_seconds
 
 from siirl_dask.config import Config, Dtype
 from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, opened, training_dataset
 from siirl_dask.driver.checks.number_type import OpenTypes, expected_dtype, is_open
 from siirl_dask.driver.checks.preflight import check
+from siirl_dask.driver.checks.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.checks.prompts import check_prompts
 from siirl_dask.driver.checks.reachable import check_reachable
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.driver.clusters.cluster import connect
 from siirl_dask.driver.clusters.processes import hosts_of, members
 from siirl_dask.driver.driver import Driver
-from siirl_dask.driver.estimates.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.iterations import CompletedIteration
 from siirl_dask.driver.models import fetch_here, fetch_on_workers, find_models, forgotten
 from siirl_dask.driver.phases import Phases

@@ -23,8 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import StorageError, join, open_fs, remove_tree
-from siirl_storage.files import absolute
+from siirl_storage import StorageError, absolute, join, open_fs, remove_tree
 
 from siirl_dask.config import Config, Dtype, LoraConfig, ModelConfig, TrainerConfig
 from siirl_dask.driver.checks.model_options import with_models, with_models_in_dag
@@ -32,8 +31,7 @@ from siirl_dask.errors import ConfigError, SiirlError
 from siirl_dask.models.adapter_folder import CONFIG as ADAPTER_CONFIG
 from siirl_dask.models.adapter_folder import check_same_base
 from siirl_dask.models.remote import HUB, is_remote, reached
-from siirl_dask.planner import DAG
-from siirl_dask.planner.contract import bare, options_of
+from siirl_dask.planner import DAG, bare, options_of
 from siirl_dask.runs.checkpoints import Checkpoint, find_checkpoint
 from siirl_dask.runs.export import put_folder, write_folder
 from siirl_dask.runs.identity_file import Relocation, relocation_of

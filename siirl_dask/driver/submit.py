@@ -15,8 +15,8 @@ from functools import partial
 from distributed import Client
 from siirl_storage import open_fs
 
-from siirl_dask.comms.dask_internals import start_on_loop
 from siirl_dask.config.file import ConfigSource
+from siirl_dask.dask_internals import start_on_loop
 from siirl_dask.driver.caller import RunCaller, StopRequest, scheduler_address
 from siirl_dask.driver.clusters.driver_task import ClusterDriver
 from siirl_dask.driver.feed import RunFeed

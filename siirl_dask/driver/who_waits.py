@@ -18,7 +18,7 @@ from distributed import Client
 
 from siirl_dask.config import Config
 from siirl_dask.errors import Origin, RunError, SilentPeer
-from siirl_dask.observe.console import printable
+from siirl_dask.observe import printable
 from siirl_dask.worker.monitoring.task_progress import Reading
 from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.tasks import describe_position, describe_process, describe_wait

@@ -37,6 +37,7 @@ __all__ = [
     "Text",
     "WorkerEnvironments",
     "build_environments",
+    "pictures",
 ]
 
 

@@ -17,13 +17,13 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from siirl_dask.config.secrets import REDACTED, redacted
 from siirl_dask.environments.answers import cut, without_addresses
 from siirl_dask.environments.event_loop import EventLoop
 from siirl_dask.environments.places import guarded, within
 from siirl_dask.environments.protocol import Failure, Lost
 from siirl_dask.environments.tools import Schema
 from siirl_dask.errors import ConfigError
+from siirl_dask.wording import REDACTED, redacted
 
 if TYPE_CHECKING:
     from mcp import Client

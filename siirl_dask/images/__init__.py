@@ -12,7 +12,21 @@ from siirl_dask.images.image import Image, check_layout, images_of, normalised
 if TYPE_CHECKING:
     from siirl_dask.images.processor import ImageProcessor
 
-__all__ = ["Image", "check_layout", "images_of", "load_processor", "normalised"]
+__all__ = [
+    "Image",
+    "check_layout",
+    "drawn",
+    "families",
+    "features",
+    "images_of",
+    "load_processor",
+    "noise",
+    "normalised",
+    "processor",
+    "prompts",
+    "reading",
+    "thumbnail",
+]
 
 
 def load_processor(folder: str, settings: ImagesConfig | None) -> ImageProcessor | None:

@@ -68,7 +68,8 @@ class Architecture:
     @property
     def inner(self) -> int:
         """Width of a layer's MLP, or of all experts that compute a token."""
-        return self.chosen * self.expert or self.intermediate
+        experts = self.chosen * self.expert
+        return experts if experts else self.intermediate
 
     @property
     def queries(self) -> int:
@@ -176,9 +177,10 @@ def _architecture(config: Mapping[str, Any]) -> Architecture | None:
     sizes = {field: _size(text, key) for field, key in _SIZES.items() if text.get(key) is not None}
     if len(sizes) < len(_SIZES):
         return None  # no decoder of layers that are all alike
-    head = text.get("head_dim") or (
-        _QWEN3_HEAD if text.get("model_type") == "qwen3" else sizes["hidden"] // sizes["heads"]
-    )
+    head = text.get("head_dim")
+    if not head:
+        of_qwen3 = text.get("model_type") == "qwen3"
+        head = _QWEN3_HEAD if of_qwen3 else sizes["hidden"] // sizes["heads"]
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     normed = str(text.get("model_type", "")).startswith("qwen3")
     chosen = text.get("num_experts_per_tok")
@@ -242,9 +244,10 @@ def completed(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         key: getattr(text, key, None)
         for key in (*_SIZES.values(), "head_dim", "tie_word_embeddings")
     }
-    values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
-    # GPT-2's habit
-    values["intermediate_size"] = values["intermediate_size"] or 4 * (values["hidden_size"] or 0)
+    if not values["num_key_value_heads"]:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    if not values["intermediate_size"]:
+        values["intermediate_size"] = 4 * (values["hidden_size"] or 0)  # GPT-2's habit
     return {**values, "model_type": text.model_type}
 
 

@@ -66,9 +66,9 @@ def any_changed() -> bool:
     """Return whether a package is hidden in this process, or mended: a process of its own would
     not have it so.
     """
-    return _operators.cache_info().currsize > 0 or any(
-        sys.modules.get(name, sys) is None for name in OPTIONAL
-    )
+    if _operators.cache_info().currsize > 0:
+        return True
+    return any(sys.modules.get(name, sys) is None for name in OPTIONAL)
 
 
 def _works(name: str) -> bool:

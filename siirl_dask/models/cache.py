@@ -20,8 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from filelock import FileLock
 from fsspec import AbstractFileSystem
-from siirl_storage import join, open_fs, remove_tree
-from siirl_storage.files import full_disk_named
+from siirl_storage import full_disk_named, join, open_fs, remove_tree
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.context import Device
@@ -228,4 +227,6 @@ def _fetch_from_hub(model: RemoteModel, progress: Progress) -> Path:
 
 
 def _has(file: Path, nbytes: int) -> bool:
-    return file.is_file() and file.stat().st_size == nbytes
+    if not file.is_file():
+        return False
+    return file.stat().st_size == nbytes

@@ -99,7 +99,7 @@ def check_frequencies_are_pinned(model: ModelConfig) -> None:
     longest row as well.
     """
     for found in following(model.path):
-        longest = model.longest_row or 0
+        longest = 0 if model.longest_row is None else model.longest_row
         if longest <= found.limit:
             continue
         subject = found.subject(model)

@@ -153,7 +153,7 @@ def find_model(url: str) -> RemoteModel:
         model = _on_hub(url) if url.startswith(HUB) else RemoteModel(url, _chosen(_listed(url)))
     names = [file.name for file in model.files]
     if _NEEDED not in names:
-        there = ", ".join(names[:8]) or "nothing"
+        there = ", ".join(names[:8]) if names else "nothing"
         raise ConfigError(
             f"model {url!r}: there is no {_NEEDED} (there is: {there}); expected a folder that "
             f"transformers loads{_nearest(url) if not names else ''}"

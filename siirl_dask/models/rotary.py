@@ -50,7 +50,9 @@ def _follows(module: Any, kind: object, layer_type: str | None, longest_row: int
         return False
     if kind in _LONGROPE:
         return longest_row > int(_settings_of(module, layer_type)[_ORIGINAL])
-    return kind == _DYNAMIC and longest_row > int(module.config.max_position_embeddings)
+    if kind != _DYNAMIC:
+        return False
+    return longest_row > int(module.config.max_position_embeddings)
 
 
 def _settings_of(module: Any, layer_type: str | None) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from math import prod
@@ -88,7 +88,8 @@ def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter of a folder's model by name, from its weights or else
     from its config.
     """
-    return weight_shapes(path) or shapes_by_config(path)
+    shapes = weight_shapes(path)
+    return shapes if shapes else shapes_by_config(path)
 
 
 def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
@@ -158,7 +159,14 @@ def read_widths(path: str) -> Widths | None:
 def _widths(config: Mapping[str, Any]) -> Widths:
     text = config.get("text_config", config)
     found = text if all(map(text.get, _WIDTHS)) else completed(config) or config
-    experts = next((text[name] for name in _EXPERTS if isinstance(text.get(name), int)), None)
-    widths = [found.get(name) for name in _WIDTHS]
-    known = [width if isinstance(width, int) else None for width in widths]
-    return replace(Widths(*known), experts=experts)
+    return Widths(
+        heads=_whole(found.get("num_attention_heads")),
+        kv_heads=_whole(found.get("num_key_value_heads")),
+        intermediate=_whole(found.get("intermediate_size")),
+        vocabulary=_whole(found.get("vocab_size")),
+        experts=next((text[name] for name in _EXPERTS if isinstance(text.get(name), int)), None),
+    )
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None

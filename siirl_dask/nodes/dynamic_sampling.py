@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 
 from siirl_dask.config import ImagesConfig, RolloutConfig
 from siirl_dask.context import Context
-from siirl_dask.coordinator.blobs import rows_at, rows_where
 from siirl_dask.errors import ConfigError
 from siirl_dask.nodes.generate import generate
 from siirl_dask.nodes.prompts import MAX_TOKENS, encode_prompts, prompt_columns
@@ -40,6 +39,7 @@ from siirl_dask.schema import (
     TYPES,
     fields,
 )
+from siirl_dask.tables import rows_at, rows_where
 
 _WRITES = SAMPLED | fields(PROMPT_IDS, PROMPT_TEXT, REWARD, REWARD_PARTS)
 

@@ -10,17 +10,16 @@ with the rows of the step, so that a run which is resumed continues them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
-from siirl_dask.coordinator.blobs import filled_by_group, once_per_group, rows_where
 from siirl_dask.errors import DataError
 from siirl_dask.nodes.sampling import add_samples, build_requests, generate_all, make_requests
-from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, RolloutEngine, Sampling
+from siirl_dask.rollout import ContinuedRow, FinishReason, Generation, RolloutEngine, Sampling
 from siirl_dask.rollout.requests import Sampled
 from siirl_dask.schema import (
     FINISH_REASON,
@@ -34,6 +33,7 @@ from siirl_dask.schema import (
     WORKER,
     is_blob,
 )
+from siirl_dask.tables import filled_by_group, once_per_group, rows_where
 
 _OLDER_STEP = 2**32  # added to the ids of unfinished rows: no row of the next step has such an id
 _UNFINISHED = "unfinished"  # in the node's state
@@ -50,48 +50,11 @@ while it continues."""
 
 
 @dataclass(slots=True)
-class _PartialSample:
+class _PartialSample(ContinuedRow):
     """One response, as far as it is sampled."""
 
-    request: GenerationRequest
-    """The request of its first step."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    """Version of the weights that sampled each token."""
-    finish_reason: FinishReason | None = None
-    """None while the response continues."""
     worker: str = ""
     """The worker that sampled the latest tokens."""
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-    def next_request(self, budget: int | None) -> GenerationRequest:
-        """Return the request for this step: at most ``budget`` tokens; None means all that the
-        limit allows.
-        """
-        done = len(self.tokens)
-        max_tokens = self.request.sampling.max_tokens - done
-        if budget is not None:
-            max_tokens = min(budget, max_tokens)
-        sampling = replace(self.request.sampling, max_tokens=max_tokens)
-        prompt = [*self.request.prompt, *self.tokens]
-        return replace(self.request, prompt=prompt, sampling=sampling, begun=done)
-
-    def add(self, sampled: Sampled, version: int) -> None:
-        """Append the tokens of one step, sampled with weights of ``version`` unless the engine has
-        recorded others.
-        """
-        generation = sampled.generation
-        self.tokens += generation.token_ids
-        self.logprobs += generation.logprobs
-        self.versions += generation.versions_or(version)
-        self.worker = sampled.worker
-        at_limit = len(self.tokens) == self.request.sampling.max_tokens
-        if generation.finish_reason is FinishReason.STOP or at_limit:
-            self.finish_reason = generation.finish_reason
 
     def result(self) -> Sampled:
         """Return the whole response, which has ended."""
@@ -123,11 +86,12 @@ def generate_partial(
         samples = samples + earlier.samples
     step_budget = None if ctx.drain else budget
     running = [at for at, sample in enumerate(samples) if not sample.finished]
-    requests = [samples[at].next_request(step_budget) for at in running]
+    requests = [samples[at].rest(step_budget) for at in running]
     costs = rows[TOKENS].take(pa.array(running, pa.int64())).to_pylist()
     generated = generate_all(ctx, requests, costs)
     for at, sampled in zip(running, generated, strict=True):
-        samples[at].add(sampled, engine.version)
+        samples[at].add(sampled.generation, engine.version)
+        samples[at].worker = sampled.worker
     complete = _complete_groups(rows, samples)
     unfinished = list(compress(samples, ~complete))
     if unfinished:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from siirl_dask.algorithms import row_sums
 from siirl_dask.context import Context
-from siirl_dask.coordinator.blobs import rows_where
 from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import pack_rows, packed, response_mask, values
 from siirl_dask.planner import ContractChanges, columns
@@ -28,6 +27,7 @@ from siirl_dask.schema import (
     TYPES,
     fields,
 )
+from siirl_dask.tables import rows_where
 from siirl_dask.training import Trainer
 
 

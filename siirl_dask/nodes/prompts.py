@@ -16,8 +16,6 @@ import pyarrow.compute as pc
 
 from siirl_dask.config import ImagesConfig, RolloutConfig
 from siirl_dask.context import Context, Reduce
-from siirl_dask.coordinator.blobs import rows_where
-from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.errors import ConfigError, DataError, ImageError, Origin, SiirlError
 from siirl_dask.images import Image, images_of, normalised
 from siirl_dask.images.prompts import marked
@@ -35,6 +33,7 @@ from siirl_dask.schema import (
     TYPES,
     fields,
 )
+from siirl_dask.tables import Ints, rows_where
 
 if TYPE_CHECKING:
     from siirl_dask.images.processor import ImageProcessor

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 
 from siirl_dask.context import Codec, Context, Device, Reduce, behind
-from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.images import Image, images_of
 from siirl_dask.nodes.prompts import token_limits
 from siirl_dask.rollout import (
@@ -48,6 +47,7 @@ from siirl_dask.schema import (
     WORKER,
     fields,
 )
+from siirl_dask.tables import rows_at
 
 SAMPLED = (
     fields(SAMPLE_NUMBER, SAMPLING_SEED)

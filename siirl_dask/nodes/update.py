@@ -21,7 +21,6 @@ from siirl_dask.algorithms import (
 )
 from siirl_dask.config import ENGINES_LOGPROBS
 from siirl_dask.context import Context, Reduce
-from siirl_dask.coordinator.blobs import rows_where
 from siirl_dask.errors import TrainingError, counted
 from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS, row_positions
 from siirl_dask.nodes.nonfinite import nonfinite_handler
@@ -54,6 +53,7 @@ from siirl_dask.schema import (
     VALUES,
     WEIGHTS_VERSION,
 )
+from siirl_dask.tables import rows_where
 from siirl_dask.training import Critic, EpisodeSpans, TrainBatch, Trainer, ValueBatch
 
 _MAX_LOG_RATIO = 20.0  # keeps the logged mismatch of a broken sampler finite

@@ -9,6 +9,7 @@ from siirl_dask.observe.console import PipeConsole, announce, printable
 from siirl_dask.observe.drift import Drift
 from siirl_dask.observe.end_of_run import EndOfRun, Sample, print_end_of_run
 from siirl_dask.observe.eval_result import (
+    EVAL_FILE,
     EvalResult,
     eval_result_table,
     print_eval_result,
@@ -16,6 +17,8 @@ from siirl_dask.observe.eval_result import (
 )
 from siirl_dask.observe.metrics import (
     MEASURED,
+    METRICS_FILE,
+    STEP_SECONDS,
     Message,
     MetricsLog,
     Record,
@@ -28,6 +31,7 @@ from siirl_dask.observe.metrics import (
 )
 from siirl_dask.observe.progress import Progress
 from siirl_dask.observe.summary import (
+    SUMMARY_FILE,
     Accuracy,
     BytesPerStep,
     Restart,
@@ -36,11 +40,16 @@ from siirl_dask.observe.summary import (
     Status,
     Summary,
     read_summary,
+    summary_altered,
     write_summary,
 )
 
 __all__ = [
+    "EVAL_FILE",
     "MEASURED",
+    "METRICS_FILE",
+    "STEP_SECONDS",
+    "SUMMARY_FILE",
     "Accuracy",
     "BytesPerStep",
     "Drift",
@@ -57,16 +66,23 @@ __all__ = [
     "Slowest",
     "Status",
     "Summary",
+    "agents",
     "announce",
+    "backends",
     "damaged_lines",
     "eval_result_table",
     "merge",
+    "metrics",
     "pack",
     "print_end_of_run",
     "print_eval_result",
     "printable",
+    "progress",
     "read_metrics",
     "read_summary",
+    "summary_altered",
+    "tenths",
+    "trace",
     "unpack",
     "values",
     "write_eval_result",

@@ -6,8 +6,8 @@ import sys
 
 from rich.console import Console
 
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import SiirlError
+from siirl_dask.wording import redacted
 
 
 class PipeConsole(Console):

@@ -13,8 +13,8 @@ from rich.text import Text
 from siirl_storage import join, open_fs, write_atomic
 
 from siirl_dask import __version__
-from siirl_dask.config.secrets import redacted
 from siirl_dask.observe.console import PipeConsole
+from siirl_dask.wording import redacted
 
 EVAL_FILE = "metrics.json"
 _ALL = "all"

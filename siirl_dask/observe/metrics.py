@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import Any, TypedDict, TypeGuard
 
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import join, open_fs, write_atomic
-from siirl_storage.files import full_disk_named
+from siirl_storage import full_disk_named, join, open_fs, write_atomic
 
 from siirl_dask.context import Metric, Reduce
 from siirl_dask.errors import DataError

@@ -14,13 +14,13 @@ from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
-from siirl_dask.config.secrets import redacted
 from siirl_dask.observe.arrivals import arrivals
 from siirl_dask.observe.console import PipeConsole
 from siirl_dask.observe.metrics import Record
 from siirl_dask.observe.tenths import Tenths
 from siirl_dask.observe.transfer import transfer
 from siirl_dask.planner import Phase
+from siirl_dask.wording import redacted
 
 _LINES = 20  # lines that a whole run prints without a terminal; a slow one prints more
 _SILENCE = 60.0  # seconds after which a step is printed in any case

@@ -30,17 +30,21 @@ from siirl_dask.planner.contract import (
     KeptRows,
     WeightSink,
     WeightSource,
+    all_options,
+    bare,
     columns,
+    contract_of,
+    options_of,
     reads_option,
 )
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.explain.memory import TableUsage, usage
 from siirl_dask.planner.explain.sizes import Estimate, TableSizes, estimate
 from siirl_dask.planner.footprint import Card, Footprint, Remedy
-from siirl_dask.planner.hosts import Hosts
+from siirl_dask.planner.hosts import Hosts, by_host, host_of
 from siirl_dask.planner.inputs import PlanInputs
 from siirl_dask.planner.iteration import Iteration, Phase, phase_of, replay_plan
-from siirl_dask.planner.node import Node, Role, Rows
+from siirl_dask.planner.node import NONFINITE, STAGES, TRACE, Node, Role, Rows
 from siirl_dask.planner.restore import (
     NO_DATA,
     Cut,
@@ -49,14 +53,25 @@ from siirl_dask.planner.restore import (
     run_again,
     saved_after,
 )
-from siirl_dask.planner.role_contract import Preflight, RoleCost, builds
-from siirl_dask.planner.spec.dag_spec import dag_from_spec, dag_to_spec
-from siirl_dask.planner.spec.names import resolve
+from siirl_dask.planner.role_contract import (
+    Preflight,
+    RoleCost,
+    builds,
+    groups_of,
+    preflight_of,
+    provides_of,
+    specs_of,
+)
+from siirl_dask.planner.spec.dag_spec import bind, dag_from_spec, dag_to_spec
+from siirl_dask.planner.spec.names import canonical, load_named_spec, resolve, short_name
 
 __all__ = [
     "DAG",
     "DATA",
+    "NONFINITE",
     "NO_DATA",
+    "STAGES",
+    "TRACE",
     "Card",
     "Chain",
     "Contract",
@@ -97,20 +112,41 @@ __all__ = [
     "TableUsage",
     "WeightSink",
     "WeightSource",
+    "all_options",
+    "bare",
+    "bind",
     "builds",
+    "by_host",
+    "canonical",
     "columns",
     "compile_chains",
+    "contract_of",
     "cuts_at_stored",
     "dag_from_spec",
     "dag_to_spec",
     "estimate",
+    "explain",
+    "footprint",
     "frontiers",
+    "groups_of",
+    "host_of",
+    "inputs",
+    "load_named_spec",
+    "options_of",
     "phase_of",
+    "placement",
+    "preflight_of",
+    "provides_of",
     "reads_option",
+    "reloads",
     "replay_plan",
     "resolve",
     "run_again",
     "saved_after",
+    "short_name",
+    "spec",
+    "specs_of",
     "trace_columns",
     "usage",
+    "weight_streams",
 ]

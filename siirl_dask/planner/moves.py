@@ -13,10 +13,10 @@ from siirl_dask.errors import PlanError
 from siirl_dask.planner.chain import EarlyColumns, Edge, Input
 from siirl_dask.planner.column_flow import DATA, NodeColumns
 from siirl_dask.planner.contract import Groups
-from siirl_dask.planner.explain.tables import steps_behind
 from siirl_dask.planner.hosts import Hosts, by_host
 from siirl_dask.planner.node import Node, Rows
 from siirl_dask.schema import IDENTITY, MINIBATCH, make_schema
+from siirl_dask.wording import steps_behind
 
 
 @dataclass(frozen=True, slots=True)

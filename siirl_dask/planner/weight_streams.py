@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 from siirl_dask.planner.column_flow import NodeColumns
 from siirl_dask.planner.dag import DAG
-from siirl_dask.planner.explain.tables import short_name, steps_behind
 from siirl_dask.planner.node import Node, Rows
+from siirl_dask.planner.spec.names import short_name
 from siirl_dask.schema import PARAMETER_DTYPE, PARAMETER_SHAPE
+from siirl_dask.wording import steps_behind
 
 Placed = Mapping[str, tuple[str, ...]]
 """Workers of each role, in rank order."""

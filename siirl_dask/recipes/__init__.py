@@ -4,3 +4,5 @@ Pass your own reward, advantage or loss as an argument; change the rest with ``D
 ``replace`` and ``without``. ``from siirl_dask import grpo, ppo, dapo, agents`` imports the
 functions.
 """
+
+__all__ = ["agents", "common", "dapo", "grpo", "ppo", "turns"]

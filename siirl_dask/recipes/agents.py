@@ -32,8 +32,7 @@ from siirl_dask.nodes import (
     take_agents,
 )
 from siirl_dask.nodes.episodes.agents import MESSAGE
-from siirl_dask.planner import DAG, Node, Role, Rows, resolve
-from siirl_dask.planner.contract import bare
+from siirl_dask.planner import DAG, Node, Role, Rows, bare, resolve
 from siirl_dask.recipes.common import (
     Function,
     advantage_of,

@@ -29,9 +29,7 @@ from siirl_dask.nodes import (
     score,
     update_policy,
 )
-from siirl_dask.planner import DAG, Node, Role, Rows, resolve
-from siirl_dask.planner.contract import bare
-from siirl_dask.planner.spec.dag_spec import bind
+from siirl_dask.planner import DAG, Node, Role, Rows, bare, bind, resolve
 from siirl_dask.rewards import build_scorer
 from siirl_dask.rollout import build_engine
 from siirl_dask.training import build_reference, build_trainer

@@ -23,6 +23,7 @@ __all__ = [
     "Scorer",
     "brevity",
     "build_scorer",
+    "child_process",
     "code_execution",
     "dapo_math",
     "exact_match",
@@ -31,6 +32,8 @@ __all__ = [
     "matches_format",
     "math_answer",
     "multiple_choice",
+    "reasoning_answers",
     "reasoning_gym",
+    "scorer",
     "weighted_sum",
 ]

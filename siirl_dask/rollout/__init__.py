@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from siirl_dask.config import ImagesConfig, LoraConfig, ModelConfig, RolloutConfig
+from siirl_dask.config import Config, ImagesConfig, LoraConfig, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.images import load_processor
@@ -15,6 +16,7 @@ from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import local_model
 from siirl_dask.models.shapes import read_widths
 from siirl_dask.planner import builds
+from siirl_dask.rollout.continued_rows import ContinuedRow
 from siirl_dask.rollout.engine import (
     AdaptableEngine,
     DraftsTokens,
@@ -48,8 +50,12 @@ from siirl_dask.rollout.specs import (
     own_specs,
 )
 
+if TYPE_CHECKING:
+    from siirl_dask.rollout.server_engine.examination import ExaminedServer
+
 __all__ = [
     "Abilities",
+    "ContinuedRow",
     "DraftsTokens",
     "EngineFacts",
     "EngineInputs",
@@ -73,8 +79,15 @@ __all__ = [
     "WeightStream",
     "build_engine",
     "check_engine",
+    "endpoint",
+    "engine",
     "engine_spec",
+    "examine_servers",
     "processor_of",
+    "requests",
+    "specs",
+    "tokenizer",
+    "transformers_engine",
 ]
 
 
@@ -123,6 +136,16 @@ def build_engine(
         return SharedEngine(built)
 
     return AgentEngine(device.shared(("engine", *base), make), agent)
+
+
+def examine_servers(config: Config) -> Sequence[ExaminedServer]:
+    """Return what each server that the configuration generates with is, or what is wrong with it;
+    each is asked at once, and nothing is loaded.
+    """
+    # imports torch and transformers
+    from siirl_dask.rollout.server_engine.examination import examine_servers as examine
+
+    return examine(config)
 
 
 def _build(spec: EngineSpec, inputs: EngineInputs) -> RolloutEngine:

@@ -30,8 +30,7 @@ from siirl_dask.config import (
 )
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, did_you_mean
-from siirl_dask.planner import Footprint, Remedy
-from siirl_dask.planner.spec.names import load_named_spec
+from siirl_dask.planner import Footprint, Remedy, load_named_spec
 from siirl_dask.rollout.engine import RolloutEngine
 from siirl_dask.rollout.memory import Change, EngineOnWorkers, rows_of_all_ranks
 

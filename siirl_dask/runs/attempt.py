@@ -23,11 +23,10 @@ from pathlib import Path
 from types import TracebackType
 
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import Conflict, join, open_fs, remove_file, write_atomic
-from siirl_storage.files import list_files
+from siirl_storage import Conflict, join, list_files, open_fs, remove_file, write_atomic
 
 from siirl_dask.errors import ConfigError, Fenced, FolderGone, RunInProgress
-from siirl_dask.observe.summary import SUMMARY_FILE
+from siirl_dask.observe import SUMMARY_FILE
 from siirl_dask.runs.attempt_folder import FOLDER, AttemptFolder, name_of, names_in
 from siirl_dask.runs.holder import Holder
 

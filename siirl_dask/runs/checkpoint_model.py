@@ -12,11 +12,9 @@ from tempfile import TemporaryDirectory
 from uuid import uuid4
 
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import join, open_fs, remove_tree
-from siirl_storage.files import absolute
+from siirl_storage import absolute, join, open_fs, remove_tree
 
 from siirl_dask.config import ClusterConfig
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.remote import HUB, is_remote
 from siirl_dask.runs.attempt import take
@@ -24,6 +22,7 @@ from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.export import put_folder, write_folder
 from siirl_dask.runs.reader import Run, is_run
 from siirl_dask.runs.retention import MODEL, OWNER
+from siirl_dask.wording import redacted
 
 logger = logging.getLogger("siirl_dask.runs")
 _LEASE = 30.0  # seconds without a sign of life, after which a clean-up may delete the model

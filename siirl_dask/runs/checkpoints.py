@@ -25,15 +25,16 @@ from pathlib import PurePosixPath
 from fsspec import AbstractFileSystem
 from siirl_storage import (
     Conflict,
+    FileDigest,
+    digest_file,
     join,
+    list_files,
     open_fs,
     remove_file,
     remove_tree,
     write_atomic,
     write_exclusive,
 )
-from siirl_storage.digests import FileDigest, digest_file
-from siirl_storage.files import list_files
 
 from siirl_dask.errors import CheckpointError, DamagedCheckpoint, Fenced
 from siirl_dask.runs.attempt import Attempt

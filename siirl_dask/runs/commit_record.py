@@ -11,8 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from siirl_storage.digests import FileDigest
-from siirl_storage.manifest import is_below
+from siirl_storage import FileDigest, is_below
 
 NAME = "COMMITTED"
 _VERSION = 2

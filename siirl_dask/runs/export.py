@@ -14,8 +14,15 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import StorageError, join, open_fs, remove_file, set_retry_seconds
-from siirl_storage.files import full_disk_named, is_full
+from siirl_storage import (
+    StorageError,
+    full_disk_named,
+    is_full,
+    join,
+    open_fs,
+    remove_file,
+    set_retry_seconds,
+)
 
 from siirl_dask.config import Config, Dtype
 from siirl_dask.errors import ConfigError, did_you_mean

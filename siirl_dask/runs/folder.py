@@ -20,6 +20,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import (
     Conflict,
+    FileDigest,
     StorageError,
     join,
     open_fs,
@@ -28,16 +29,12 @@ from siirl_storage import (
     write_atomic,
     write_exclusive,
 )
-from siirl_storage.digests import FileDigest
 
 from siirl_dask.config import LAYOUT_GROUPS, Config
 from siirl_dask.config.file import Interpolated, dump, load_recorded
 from siirl_dask.config.file.layers import config_keys
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, PlanError
-from siirl_dask.planner import DAG, dag_from_spec, dag_to_spec
-from siirl_dask.planner.node import NONFINITE, STAGES
-from siirl_dask.planner.spec.names import canonical
+from siirl_dask.planner import DAG, NONFINITE, STAGES, canonical, dag_from_spec, dag_to_spec
 from siirl_dask.runs import checkpoints
 from siirl_dask.runs.identity_file import FILE as IDENTITY
 from siirl_dask.runs.identity_file import (
@@ -50,6 +47,7 @@ from siirl_dask.runs.identity_file import (
     remove_identity_file,
 )
 from siirl_dask.runs.tables import REPLAY, listed, remove_steps
+from siirl_dask.wording import redacted
 
 CONFIG_FILE = "config.yaml"
 DAG_FILE = "dag.json"

@@ -7,18 +7,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from siirl_storage import StorageError, open_fs
-from siirl_storage.committed import newest_parts
-from siirl_storage.errors import TooLarge
-from siirl_storage.files import at, list_files
-from siirl_storage.formats import read_footer
-from siirl_storage.reading import read_rows
+from siirl_storage import (
+    StorageError,
+    TooLarge,
+    list_files,
+    newest_parts,
+    open_fs,
+    read_footer,
+    read_rows,
+)
+from siirl_storage.files import at
 
-from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.errors import DataError
 from siirl_dask.runs.samples.last_message import is_chat, last_message
 from siirl_dask.runs.samples.rollouts import TABLE
 from siirl_dask.schema import FINISH_REASON, PROMPT, PROMPT_TEXT, RESPONSE, REWARD, TURNS
+from siirl_dask.tables import step_folder
 
 _MOST_BYTES = 2**24  # of the columns of a row group
 

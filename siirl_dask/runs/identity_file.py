@@ -20,14 +20,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from siirl_storage import Snapshot, join, open_fs, remove_file, write_atomic
-from siirl_storage.digests import FileDigest
+from siirl_storage import FileDigest, Snapshot, join, open_fs, remove_file, write_atomic
 from siirl_storage.files import absolute
 
-from siirl_dask.config.secrets import redacted
-from siirl_dask.coordinator.content import CONTENT, content_digest
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.planner import Phase
+from siirl_dask.tables.content import CONTENT, content_digest
+from siirl_dask.wording import redacted
 
 FILE = "identity.json"
 RETENTION = "retention.json"

@@ -14,13 +14,9 @@ from siirl_storage import StorageError, join, open_fs
 
 from siirl_dask.config import Config
 from siirl_dask.errors import ConfigError, PlanError, SiirlError
-from siirl_dask.observe.eval_result import EVAL_FILE as RESULT_FILE
-from siirl_dask.observe.metrics import Record, read_metrics
-from siirl_dask.observe.summary import Summary, read_summary
-from siirl_dask.planner import resolve
-from siirl_dask.planner.contract import contract_of, options_of
-from siirl_dask.planner.role_contract import provides_of
-from siirl_dask.planner.spec.dag_spec import bind
+from siirl_dask.observe import EVAL_FILE as RESULT_FILE
+from siirl_dask.observe import Record, Summary, read_metrics, read_summary
+from siirl_dask.planner import bind, contract_of, options_of, provides_of, resolve
 from siirl_dask.runs.absent import hint_if_absent
 from siirl_dask.runs.checkpoints import committed
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, recorded_config

@@ -15,25 +15,27 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fsspec import AbstractFileSystem
-from siirl_storage import StorageError, join, open_fs, remove_file
-from siirl_storage.committed import (
+from siirl_storage import (
+    StorageError,
     by_folder,
-    is_numbered,
+    join,
+    list_files,
     newest_parts,
-    record_name,
-    recorded_parts,
+    open_fs,
+    remove_file,
 )
-from siirl_storage.files import at, list_files
+from siirl_storage.committed import is_numbered, record_name, recorded_parts
+from siirl_storage.files import at
 
-from siirl_dask.coordinator.stored_rows import step_name, step_of
 from siirl_dask.errors import DataError
-from siirl_dask.planner.node import STAGES, TRACE
+from siirl_dask.planner import STAGES, TRACE
 from siirl_dask.runs.attempt import is_held
 from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
 from siirl_dask.runs.checkpoints import committed, kept_folders
 from siirl_dask.runs.identity_file import note_retention
 from siirl_dask.runs.stages import spent_by
 from siirl_dask.runs.tables import REPLAY
+from siirl_dask.tables import step_name, step_of
 
 logger = logging.getLogger("siirl_dask.runs")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.tmp|\.writable-[0-9a-f]+", re.ASCII)

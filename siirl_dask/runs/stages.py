@@ -17,15 +17,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsspec import AbstractFileSystem
-from siirl_storage import Part, StorageError, open_fs
-from siirl_storage.committed import PartsRecord, newest_record
-from siirl_storage.digests import FileDigest
-from siirl_storage.files import list_files
+from siirl_storage import (
+    FileDigest,
+    Part,
+    PartsRecord,
+    StorageError,
+    list_files,
+    newest_record,
+    open_fs,
+)
 
-from siirl_dask.config.secrets import redacted
 from siirl_dask.context import Metric
-from siirl_dask.coordinator.stored_rows import step_folder
-from siirl_dask.observe.metrics import pack, unpack
+from siirl_dask.observe import pack, unpack
+from siirl_dask.tables import step_folder
+from siirl_dask.wording import redacted
 
 logger = logging.getLogger("siirl_dask.runs")
 SPENT = "spent"

@@ -15,10 +15,9 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from siirl_storage import Part, commit_parts, join, open_fs, remove_file, remove_tree
 
-from siirl_dask.coordinator.stored_rows import step_folder, step_of
-from siirl_dask.planner import DAG
-from siirl_dask.planner.node import TRACE
+from siirl_dask.planner import DAG, TRACE
 from siirl_dask.runs.attempt import Attempt
+from siirl_dask.tables import step_folder, step_of
 
 _TEST = "test"  # the table of the test phase
 REPLAY = re.compile(r"replay-(\d+)", re.ASCII)

@@ -10,18 +10,17 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import StorageError, join, open_fs
-from siirl_storage.committed import by_folder, newest_parts
-from siirl_storage.files import at, list_files
+from siirl_storage import StorageError, by_folder, join, list_files, newest_parts, open_fs
+from siirl_storage.files import at
 from siirl_storage.reading import read_part
 
-from siirl_dask.coordinator.stored_rows import step_name, step_of
 from siirl_dask.errors import DataError, counted
-from siirl_dask.observe.summary import Slowest
+from siirl_dask.observe import Slowest
 from siirl_dask.observe.trace.bottleneck import find_bottleneck
 from siirl_dask.observe.trace.trace_table import TraceSpan, read_spans
-from siirl_dask.planner.node import TRACE
+from siirl_dask.planner import TRACE
 from siirl_dask.runs.samples.rollouts import in_words
+from siirl_dask.tables import step_name, step_of
 from siirl_dask.trace import Lane
 
 logger = logging.getLogger("siirl_dask.runs")

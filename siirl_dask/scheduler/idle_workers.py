@@ -9,7 +9,7 @@ from typing import Any
 
 from distributed import Status
 
-from siirl_dask.comms.dask_internals import plugins_of
+from siirl_dask.dask_internals import plugins_of
 
 DRIVERS = "siirl-driver-"
 """Begin of the keys of drivers that are tasks, which leave their worker's threads to others."""

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from distributed import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
-from siirl_dask.comms.dask_internals import (
+from siirl_dask.dask_internals import (
     add_handlers,
     connection_bytes,
     connections_of,

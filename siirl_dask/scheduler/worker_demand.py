@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import SchedulerPlugin
 
-from siirl_dask.comms.dask_internals import (
+from siirl_dask.dask_internals import (
     add_handlers,
     plugins_of,
     remove_handlers,

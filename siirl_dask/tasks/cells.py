@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 from PIL import Image as pil
 
 from siirl_dask.config import Config, ImagesConfig
+from siirl_dask.images import Image
 from siirl_dask.images.families import VlmFamily
-from siirl_dask.images.image import Image
 from siirl_dask.tasks.preparing import Progress, prepare_task, written_whole
 from siirl_dask.tasks.sorting import Task, task_in
 

@@ -34,7 +34,7 @@ from siirl_dask.coordinator.databuffer.slots import Window
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.source import Dataset
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
-from siirl_dask.observe.metrics import merge
+from siirl_dask.observe import merge
 from siirl_dask.planner import Iteration, Phase, Plan, Stream
 from siirl_dask.trace import Recorder
 from siirl_dask.worker.executor import ChainRun
@@ -42,12 +42,12 @@ from siirl_dask.worker.monitoring.profiling import Profiling
 from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.node_call import NodeCalls
 from siirl_dask.worker.past_iterations import PastIterations
+from siirl_dask.worker.peers.shared_items import ExpectedWork
+from siirl_dask.worker.peers.work_stealing import StealableQueues, StealService
 from siirl_dask.worker.runtime import WorkerRuntime
-from siirl_dask.worker.shared_items import ExpectedWork
 from siirl_dask.worker.stages import PlainWriter
 from siirl_dask.worker.stop import StopFlag
 from siirl_dask.worker.weight_broadcast import Broadcast
-from siirl_dask.worker.work_stealing import StealableQueues, StealService
 
 RUN = "pool"
 

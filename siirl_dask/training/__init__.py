@@ -77,6 +77,11 @@ __all__ = [
     "check_reference",
     "check_reward_model",
     "check_trainer",
+    "files",
+    "model",
+    "parts",
+    "preflight",
+    "specs",
     "trainer_spec",
 ]
 

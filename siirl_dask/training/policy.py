@@ -24,10 +24,10 @@ from siirl_dask.training.model.shared_base import AgentNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
 from siirl_dask.training.parallel.dtensor import copy_state
 from siirl_dask.training.parking import ModelMemory, make_parkable
-from siirl_dask.training.trainer import OnNonFinite, PackedRows, TokenScores, TrainBatch
+from siirl_dask.training.trainer import OnNonFinite, PackedRows, ScoresOnly, TokenScores, TrainBatch
 
 
-class Reference(HoldsNoGroups):
+class Reference(HoldsNoGroups, ScoresOnly):
     """A Trainer that scores and never learns."""
 
     def __init__(
@@ -75,25 +75,6 @@ class Reference(HoldsNoGroups):
             torch.cat(values).cpu() for values in zip(*parts, strict=True)
         )
         return TokenScores(logprobs, entropy, collision)
-
-    def base_logprobs(self, rows: PackedRows) -> TokenScores:
-        """Score like ``logprobs``: a reference's weights never change."""
-        return self.logprobs(rows)
-
-    def average_logprobs(self, rows: PackedRows) -> TokenScores:
-        raise TypeError("a reference has no moving averages: give the node the role of a policy")
-
-    def update(
-        self,
-        batches: Sequence[TrainBatch],
-        loss_fn: LossFn,
-        aggregate: Aggregation = token_mean,
-        on_nonfinite: OnNonFinite | None = None,
-    ) -> dict[str, float]:
-        raise TypeError(
-            "a reference does not learn: build the role with build_trainer instead of "
-            "build_reference"
-        )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full parameter in ``model.dtype``, adapters merged, tied ones once.

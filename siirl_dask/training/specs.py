@@ -17,7 +17,7 @@ from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.routing import Routing
 from siirl_dask.models.shapes import ModelSize
-from siirl_dask.planner.spec.names import load_named_spec
+from siirl_dask.planner import load_named_spec
 
 if TYPE_CHECKING:
     from siirl_dask.training.memory import ModelOnWorkers

@@ -4,6 +4,7 @@ backend is named here.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -248,6 +249,33 @@ class Trainer(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class ScoresOnly(ABC):
+    """The answers of a ``Trainer`` that never learns."""
+
+    @abstractmethod
+    def logprobs(self, rows: PackedRows) -> TokenScores:
+        """See ``Trainer.logprobs``."""
+
+    def base_logprobs(self, rows: PackedRows) -> TokenScores:
+        """Score like ``logprobs``: a reference's weights never change."""
+        return self.logprobs(rows)
+
+    def average_logprobs(self, rows: PackedRows) -> TokenScores:
+        raise TypeError("a reference has no moving averages: give the node the role of a policy")
+
+    def update(
+        self,
+        batches: Sequence[TrainBatch],
+        loss_fn: LossFn,
+        aggregate: Aggregation = token_mean,
+        on_nonfinite: OnNonFinite | None = None,
+    ) -> dict[str, float]:
+        raise TypeError(
+            "a reference does not learn: build the role with build_trainer instead of "
+            "build_reference"
+        )
 
 
 class Critic(Protocol):

@@ -5,3 +5,14 @@ Views read what a run has written, and what the scheduler knows of one under way
 trains imports them but the driver, which puts the page on the scheduler and draws the plot at the
 end.
 """
+
+__all__ = [
+    "charts",
+    "dashboard",
+    "dataset_tables",
+    "plan",
+    "report",
+    "samples",
+    "table_width",
+    "watch",
+]

@@ -15,8 +15,8 @@ from siirl_dask.datasets.lengths import LengthDistribution
 from siirl_dask.datasets.summary import DatasetSummary
 from siirl_dask.errors import ImageError, counted
 from siirl_dask.images.reading import size_of
-from siirl_dask.observe.console import PipeConsole
-from siirl_dask.planner.explain.tables import readable_bytes
+from siirl_dask.observe import PipeConsole
+from siirl_dask.wording import readable_bytes
 
 _BAR = 40  # characters of the longest bar
 _PARTS = 5  # parts that are listed

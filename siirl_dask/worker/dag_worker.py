@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,21 +18,18 @@ from distributed import WorkerPlugin
 from distributed.metrics import context_meter
 from siirl_storage import set_retry_seconds
 
-from siirl_dask.comms.dask_internals import handle_messages, plugin_of, releases_of
 from siirl_dask.context import Device, Rank
-from siirl_dask.coordinator.transport.messages import Op, Reply, Request
+from siirl_dask.dask_internals import handle_messages, plugin_of, releases_of
 from siirl_dask.devices.accelerator import name_if_faster_in_bfloat16
 from siirl_dask.devices.cpus import CpuBinding
 from siirl_dask.errors import PeerError
 from siirl_dask.models.broken_imports import hide
-from siirl_dask.observe.metrics import pack
+from siirl_dask.observe import pack
 from siirl_dask.planner import Iteration, Plan
 from siirl_dask.trace import Lane
-from siirl_dask.worker.data_plane import DataPlane
 from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.groups import process_groups as groups
 from siirl_dask.worker.groups import stuck_collectives
-from siirl_dask.worker.groups.group_store import GroupStore
 from siirl_dask.worker.groups.joined_groups import JoinedGroups, join_groups
 from siirl_dask.worker.hardware.devices import bind
 from siirl_dask.worker.monitoring.activity import counts_as_progress
@@ -47,6 +43,7 @@ from siirl_dask.worker.monitoring.worker_meter import WorkerMeter
 from siirl_dask.worker.named_errors import portable
 from siirl_dask.worker.node_call import NodeCalls, restore_packed_state
 from siirl_dask.worker.past_iterations import PastIterations
+from siirl_dask.worker.peers.peer_services import PeerServices
 from siirl_dask.worker.phase_loaders import PhaseLoaders
 from siirl_dask.worker.release import Release, await_all
 from siirl_dask.worker.roles.checkpoint_writer import CheckpointWriter
@@ -55,11 +52,9 @@ from siirl_dask.worker.roles.reused_roles import BuiltRoles
 from siirl_dask.worker.roles.role_state import RoleStates, StateStore, build_roles, close_roles
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
-from siirl_dask.worker.shared_items import ExpectedWork
-from siirl_dask.worker.stages import PlainWriter, StageWriter
+from siirl_dask.worker.stages import table_writer
 from siirl_dask.worker.stop import ABORT, StopFlag
 from siirl_dask.worker.task_order import TaskOrder
-from siirl_dask.worker.work_stealing import StealableQueues, StealService
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -106,6 +101,7 @@ class DAGWorker(WorkerPlugin):
         self._built: BuiltRoles | None = None
         self._device: Device | None = None
         self._cpus = CpuBinding()
+        self._peers: PeerServices | None = None
         self._meter: WorkerMeter | None = None
         self._epoll_descriptors: frozenset[int] = frozenset()
         self._started = False
@@ -121,47 +117,31 @@ class DAGWorker(WorkerPlugin):
             return  # a worker that joined or reconnected after the start is not part of this run
         handle_messages(worker, ABORT, partial(_on_abort_message, worker))
         self._phases = deserialize_phases(self.spec.phases, list(self.spec.members))
-        await self._start_data_plane(worker)
+        peers = await self._serve_peers(worker)
         self._heartbeats = Heartbeats(
             worker=worker,
             plugin=self.name,
             progress=self.progress,
             tracing=self.tracing,
-            databuffer=self._plane.databuffer,
+            databuffer=peers.databuffer,
             device=lambda: self._device,
         )
         self._scheduler_watch = asyncio.create_task(self._watch_scheduler())
 
-    async def _start_data_plane(self, worker: Worker) -> None:
-        """Start all that answers this worker's peers: its databuffer, its store of process
-        groups, its work queues.
-        """
-        plans = {name: plan for name, (plan, _) in self._phases.items()}
-        edges = {f"{name}/{edge.name}": edge for name, plan in plans.items() for edge in plan.edges}
-        nodes = {f"{name}/{node.name}" for name, plan in plans.items() for node in plan.dag.nodes}
+    async def _serve_peers(self, worker: Worker) -> PeerServices:
+        """Start what answers this worker's peers, and what measures it."""
         self._past_iterations = PastIterations(
-            {name: plan.chains.values() for name, plan in plans.items()}
+            {name: plan.chains.values() for name, (plan, _) in self._phases.items()}
         )
-        self._store = GroupStore(self.spec.run, self.worker_name, self.spec.members, self._loop)
-        self._plane = DataPlane(
-            worker=worker,
-            run=self.spec.run,
-            members=self.spec.members,
-            edges=edges,
-            settings=self.spec.data,
-            hosts=plans[self.spec.builds_from].hosts,
-            trace=self.progress.trace,
-            secret=self.spec.secret,
-        )
-        self._stealing = StealService(
-            self.spec.run, self._plane.transport, ExpectedWork(self._plane.window, nodes)
-        )
+        peers = PeerServices(worker, self.spec, self._phases, self.progress.trace)
+        self._peers = peers
         self._meter = WorkerMeter.of(self.spec.name, self.worker_name)
         if self._meter is not None:
-            self._meter.begin(self.progress, self._plane.databuffer, lambda: self._device)
+            self._meter.begin(self.progress, peers.databuffer, lambda: self._device)
             self.tracing.listener = self._meter.spans
-        await self._plane.start(self._handle)
-        self.port = self._plane.port
+        await peers.start()
+        self.port = peers.port
+        return peers
 
     async def teardown(self, worker: Worker) -> None:
         if hasattr(self, "_scheduler_watch"):
@@ -170,10 +150,10 @@ class DAGWorker(WorkerPlugin):
         self.abort("the run is over")
         await asyncio.to_thread(self.release.end, _PATIENCE)
         releases_of(worker).remove(self.release)
-        if hasattr(self, "_plane"):
+        if self._peers is not None:
             if self._meter is not None:
-                self._meter.end(self._plane.databuffer)
-            await self._plane.close()
+                self._meter.end(self._peers.databuffer)
+            await self._peers.close()
 
     def bind_device(self) -> None:
         """Make this worker's device the current one of this thread: Dask runs a task in any
@@ -187,9 +167,11 @@ class DAGWorker(WorkerPlugin):
 
         ``ports`` are those of all members, in rank order.
         """
-        self._plane.check()
+        peers = self._peers
+        assert peers is not None
+        peers.check()
         port_of = dict(zip(self.spec.members, ports, strict=True))
-        self._loop.call_soon_threadsafe(self._plane.meet, port_of)
+        self._loop.call_soon_threadsafe(peers.meet, port_of)
         plan = self._phases[self.spec.builds_from][0]
         self._built = self._reusable_roles(plan)
         torch.set_num_threads(self.spec.threads)
@@ -201,8 +183,8 @@ class DAGWorker(WorkerPlugin):
                 spec=self.spec,
                 worker=self.worker_name,
                 plan=plan,
-                store=self._store,
-                transport=self._plane.transport,
+                store=peers.store,
+                transport=peers.transport,
                 stop=self.stop,
                 binding=self._cpus,
             )
@@ -222,7 +204,7 @@ class DAGWorker(WorkerPlugin):
         self._report({"kind": "built", "kept": sorted(reused), "accelerator": accelerator})
         if self.spec.store is not None:
             self._restore(self.spec.store, joined.ranks, resources)
-        self._runtime = self._make_runtime(plan, joined, device, resources)
+        self._runtime = self._make_runtime(plan, peers, joined, device, resources)
         restore_packed_state(self._runtime, plan, self.spec.stored_state)
 
     def _reusable_roles(self, plan: Plan) -> BuiltRoles | None:
@@ -269,18 +251,18 @@ class DAGWorker(WorkerPlugin):
         )
 
     def _make_runtime(
-        self, plan: Plan, joined: JoinedGroups, device: Device, resources: Mapping[str, Any]
+        self,
+        plan: Plan,
+        peers: PeerServices,
+        joined: JoinedGroups,
+        device: Device,
+        resources: Mapping[str, Any],
     ) -> WorkerRuntime:
-        share_work = None
-        if self.spec.data.stealing:
-            share_work = StealableQueues(
-                self.worker_name, plan.placement, self._stealing, self._loop, self.stop
-            )
         return WorkerRuntime(
             device=device,
             profiling=Profiling(self.spec.profile, self.spec.url, device),
             run_url=self.spec.url,
-            stages=self._stage_writer(),
+            stages=table_writer(self.spec, self._report, self.stop, self.progress.trace),
             read_limit=self._phases[self.spec.builds_from][1].sources[0].read_limit,
             run_seed=self.spec.seed,
             skip_nonfinite=self.spec.skip_nonfinite,
@@ -290,8 +272,8 @@ class DAGWorker(WorkerPlugin):
                 role: groups.RolePeers(rank, self.stop, self.progress)
                 for role, rank in joined.ranks.items()
             },
-            share_work=share_work,
-            databuffer=self._plane.databuffer,
+            share_work=peers.share_work(plan.placement, self.stop),
+            databuffer=peers.databuffer,
             loop=self._loop,
             stop=self.stop,
             meter=context_meter.meter,
@@ -327,19 +309,6 @@ class DAGWorker(WorkerPlugin):
             }
         )
 
-    def _stage_writer(self) -> StageWriter | PlainWriter:
-        spec = self.spec
-        if spec.attempt is None:
-            return PlainWriter(spec.url)
-        return StageWriter(
-            run_url=spec.url,
-            attempt=spec.attempt,
-            durability=spec.durability,
-            report=self._report,
-            stop=self.stop,
-            trace=self.progress.trace,
-        )
-
     def finish(self) -> None:
         """Write the rest of the trace, and free the roles as this task ends."""
         self.tracing.finish()
@@ -354,16 +323,15 @@ class DAGWorker(WorkerPlugin):
         self._checkpoints.save(iteration, url)
 
     def _begin_iteration(self, iteration: Iteration, completed: int) -> WorkerRuntime:
-        if self._runtime is None:
+        if self._runtime is None or self._peers is None:
             raise PeerError(
                 f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}"
             )
         self.tracing.begin(iteration)
         # not before the first iteration: a peer that builds its roles may not answer
-        self._loop.call_soon_threadsafe(self._watch_next)
+        self._loop.call_soon_threadsafe(self._peers.watch_next, self._report_silence)
         needed = self._past_iterations.begin(iteration, completed)
-        self._loop.call_soon_threadsafe(self._plane.begin, iteration.sequence, needed)
-        self._loop.call_soon_threadsafe(self._stealing.forget, completed)
+        self._loop.call_soon_threadsafe(self._peers.begin, iteration.sequence, needed, completed)
         return self._runtime
 
     def position(self) -> str:
@@ -382,8 +350,8 @@ class DAGWorker(WorkerPlugin):
         loop's thread calls this.
         """
         pending_replies: list[list[object]] = []
-        if hasattr(self, "_plane"):
-            pending_replies = [list(reply) for reply in self._plane.transport.pending_replies()]
+        if self._peers is not None:
+            pending_replies = self._peers.pending_replies()
         return {
             "place": self.progress.place,
             "waits": self.progress.waits,
@@ -446,44 +414,24 @@ class DAGWorker(WorkerPlugin):
         self._runtime = None
         self._checkpoints = None
 
-    def _watch_next(self) -> None:
-        """Watch the next worker: a stalled one is noticed even while all others wait in a
-        collective.
-        """
-        names = list(self.spec.members)
-        next_worker = names[(names.index(self.worker_name) + 1) % len(names)]
-        if next_worker != self.worker_name:
-            self._plane.transport.watch(next_worker, self._report_silence)
-
     def _report_silence(self, message: str) -> None:
         if not self.stop.is_set():
             self._report(
                 {"kind": "silent", "what": message, "silence": self.spec.data.peer_timeout}
             )
 
-    async def _handle(self, request: Request) -> Reply:
-        if request.op == Op.STORE and request.key.run == self.spec.run:
-            return await self._store.answer()
-        if request.op in (Op.STEAL, Op.RETURN):
-            return await self._stealing.handle(request)
-        return await self._plane.databuffer.handle(request)
-
     def abort(self, reason: str) -> None:
         """Wake every wait of this worker and stop its chain at the next link."""
         self.stop.set(reason)
-        if hasattr(self, "_plane"):
-            self._plane.databuffer.abort(reason)
-            self._stealing.abort(reason)
+        if self._peers is not None:
+            self._peers.abort(reason)
             self._loop.call_soon_threadsafe(
                 self._loop.call_later, _STUCK_AFTER, self._end_stuck_collectives
             )
 
     def _end_stuck_collectives(self) -> None:
         """End the collectives of a task that is still running a while after the run was stopped."""
-        end_collectives = partial(stuck_collectives.end_collectives, self._epoll_descriptors)
-        end_if_inside = partial(self.release.if_inside, end_collectives)
-        # a thread, since nccl takes a while to abort
-        threading.Thread(target=end_if_inside, name="end-collectives", daemon=True).start()
+        stuck_collectives.end_in_thread(self._epoll_descriptors, self.release.if_inside)
 
 
 def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:

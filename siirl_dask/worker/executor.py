@@ -15,9 +15,7 @@ import psutil  # type: ignore[import-untyped]  # Dask needs it
 import pyarrow as pa
 
 from siirl_dask.context import Metric, Reduce
-from siirl_dask.coordinator.blobs import filled_by_group, once_per_group
-from siirl_dask.coordinator.stored_rows import read_stored_rows, step_folder
-from siirl_dask.observe.metrics import STEP_SECONDS
+from siirl_dask.observe import STEP_SECONDS
 from siirl_dask.observe.trace.transfers import record_transfers
 from siirl_dask.planner import (
     Chain,
@@ -38,6 +36,7 @@ from siirl_dask.planner import (
     Stream,
 )
 from siirl_dask.planner.reloads import reloaded_after
+from siirl_dask.tables import filled_by_group, once_per_group, read_stored_rows, step_folder
 from siirl_dask.trace import Lane
 from siirl_dask.worker import weight_stream
 from siirl_dask.worker.in_flight import WeightsInFlight, lagged_weights

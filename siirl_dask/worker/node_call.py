@@ -15,11 +15,10 @@ import pyarrow as pa
 from siirl_storage import write_part
 
 from siirl_dask.context import ArrivingWeights, Context, Metric, Rank
-from siirl_dask.coordinator.blobs import rows_at, with_values_of_groups
 from siirl_dask.coordinator.dataloader import Dataloader
-from siirl_dask.coordinator.stored_rows import read_kept_rows, step_folder
 from siirl_dask.errors import NodeError, Origin
 from siirl_dask.planner import (
+    NONFINITE,
     Edge,
     Groups,
     Input,
@@ -30,8 +29,8 @@ from siirl_dask.planner import (
     Plan,
     RunNode,
 )
-from siirl_dask.planner.node import NONFINITE
 from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, TYPES, make_schema
+from siirl_dask.tables import read_kept_rows, rows_at, step_folder, with_values_of_groups
 from siirl_dask.worker.early_work import EarlyWork
 from siirl_dask.worker.monitoring.task_progress import NODE
 from siirl_dask.worker.named_errors import named_errors

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 
 import cloudpickle
-from siirl_storage.files import absolute
+from siirl_storage import absolute
 
 from siirl_dask.comms.proofs import new_secret
 from siirl_dask.config import (
@@ -29,10 +29,9 @@ from siirl_dask.coordinator.source import Dataset
 from siirl_dask.errors import PlanError, RunError
 from siirl_dask.models.remote import RemoteModel
 from siirl_dask.pickling import dumps
-from siirl_dask.planner import Footprint, Plan, PlanInputs
-from siirl_dask.planner.role_contract import specs_of
+from siirl_dask.planner import Footprint, Plan, PlanInputs, specs_of
 from siirl_dask.planner.spec.names import receive_specs
-from siirl_dask.worker.data_plane import DataSettings
+from siirl_dask.worker.peers.data_plane import DataSettings
 from siirl_dask.worker.roles.role_state import ResumeFrom, StateStore
 
 

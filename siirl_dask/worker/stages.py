@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
-from siirl_storage import stage_part, write_part
-from siirl_storage.manifest import part_entry
+from siirl_storage import part_entry, stage_part, write_part
 
 from siirl_dask.config import Durability
 from siirl_dask.context import Metric
-from siirl_dask.coordinator.stored_rows import step_folder
-from siirl_dask.observe.metrics import pack
+from siirl_dask.observe import pack
 from siirl_dask.planner import Iteration, Save, SaveState
+from siirl_dask.tables import step_folder
 from siirl_dask.trace import Lane, Recorder
+from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.stop import StopFlag, result_of
 
 
@@ -135,6 +135,22 @@ class PlainWriter:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def table_writer(
+    spec: RunSpec, report: Callable[[dict[str, Any]], None], stop: StopFlag, trace: Recorder
+) -> StageWriter | PlainWriter:
+    """Return what writes a run's tables; ``report`` is called in any thread."""
+    if spec.attempt is None:
+        return PlainWriter(spec.url)
+    return StageWriter(
+        run_url=spec.url,
+        attempt=spec.attempt,
+        durability=spec.durability,
+        report=report,
+        stop=stop,
+        trace=trace,
+    )
 
 
 def _event(iteration: Iteration, table: str, progress: StepProgress) -> dict[str, Any]:

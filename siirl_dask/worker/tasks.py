@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import psutil  # type: ignore[import-untyped]  # Dask needs it
 from distributed import get_worker
 
-from siirl_dask.comms.dask_internals import plugin_of
+from siirl_dask.dask_internals import plugin_of
 from siirl_dask.errors import Aborted
 from siirl_dask.planner import Iteration, Phase
 from siirl_dask.worker.named_errors import portable

@@ -22,8 +22,8 @@ from siirl_dask.context import Device
 from siirl_dask.errors import NodeError, PeerError
 from siirl_dask.planner import Plan, Stream
 from siirl_dask.schema import PARAMETER_DTYPE, PARAMETER_SHAPE
-from siirl_dask.worker.data_plane import DataSettings
 from siirl_dask.worker.groups import process_groups as groups
+from siirl_dask.worker.peers.data_plane import DataSettings
 from siirl_dask.worker.stop import StopFlag
 
 Waiting = Callable[[], AbstractContextManager[None]]

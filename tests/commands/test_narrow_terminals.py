@@ -8,10 +8,10 @@ from rich.console import Console
 
 from siirl_dask.commands.trace import print_bottleneck
 from siirl_dask.observe.trace.bottleneck import find_bottleneck
-from siirl_dask.planner.explain.tables import table, tables_within
 from siirl_dask.runs.trace import read_trace
 from siirl_dask.views.watch.look import Watcher
 from siirl_dask.views.watch.screen import screen
+from siirl_dask.wording import table, tables_within
 from tests.written_runs import whole_run
 
 HEADER = ("edge", "rows", "workers", "bytes", "columns")

@@ -25,10 +25,10 @@ from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.models.shapes import ModelSize, count_parameters
 from siirl_dask.models.slower_families import loop_note, rows_note
 from siirl_dask.planner import dag_from_spec
-from siirl_dask.planner.explain.tables import readable_bytes
 from siirl_dask.tasks.tiny_vlm import tiny_vlm
 from siirl_dask.testing.rows import flat
 from siirl_dask.training import build_trainer
+from siirl_dask.wording import readable_bytes
 from tests.conftest import digits_overrides
 from tests.models.configs import QWEN2_5_7B, QWEN2_5_HALF_B, QWEN2_5_VL_3B, write_config
 from tests.training.families import written

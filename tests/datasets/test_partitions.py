@@ -5,12 +5,12 @@ import pyarrow.parquet as pq
 import pytest
 from siirl_storage import commit, open_table
 
-from siirl_dask.coordinator.content import content_digest
 from siirl_dask.coordinator.source import Source, source_schema
 from siirl_dask.datasets import ImportRequest, import_data
 from siirl_dask.datasets.partitions import common_schema, partition_table, stage_partition
 from siirl_dask.driver.checks.prompt_rows import check_rows
 from siirl_dask.errors import DataError
+from siirl_dask.tables.content import content_digest
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 INDEXED = pa.table(

@@ -16,12 +16,12 @@ from distributed import Client, get_worker
 from siirl_storage import create_table, open_table
 
 from siirl_dask.config import Config, DataConfig, DataSource, RunConfig
-from siirl_dask.coordinator.content import CONTENT, content_digest
 from siirl_dask.driver.caller import RunCaller
 from siirl_dask.driver.collection import write_dataset
 from siirl_dask.driver.recovery.resume import ResumePoint
 from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.runs.identity_file import DataVersion
+from siirl_dask.tables.content import CONTENT, content_digest
 from tests.clusters import local_cluster
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(20)]

@@ -16,8 +16,8 @@ from siirl_dask.config import (
     RolloutConfig,
     ServerConfig,
 )
-from siirl_dask.driver.doctor import DoctorState, servers
-from siirl_dask.driver.doctor.servers import check_servers
+from siirl_dask.driver.doctor import DoctorState, check_servers
+from siirl_dask.rollout.server_engine import examination
 from siirl_dask.rollout.server_engine.connection import EXTENSION
 from siirl_dask.rollout.vllm_engine.row_parameters import EXACT
 
@@ -130,7 +130,7 @@ def test_what_would_end_an_engines_start_is_a_fault_with_its_cure(server, change
 
 
 def test_servers_that_do_not_answer_are_a_fault_each_and_are_not_waited_for(server, monkeypatch):
-    monkeypatch.setattr(servers, "_PATIENCE", 0.5)
+    monkeypatch.setattr(examination, "_PATIENCE", 0.5)
     server.may_answer.clear()
     silent, absent = check_servers(generating_with(url_of(server), NOBODY))
     for finding, url in ((silent, url_of(server)), (absent, NOBODY)):
@@ -145,5 +145,5 @@ def test_servers_of_agents_are_asked_and_those_that_nobody_uses_are_not(server):
     (finding,) = check_servers(config)
     assert finding.part == f"server {url_of(server)}"
     server.asked.clear()
-    assert check_servers(Config()) == []
+    assert [*check_servers(Config())] == []
     assert server.asked == []

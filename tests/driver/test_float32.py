@@ -5,7 +5,7 @@ costs.
 import torch
 
 from siirl_dask.devices import accelerator
-from siirl_dask.driver.estimates.speeds import note_on_float32
+from siirl_dask.estimates.speeds import note_on_float32
 
 
 def test_the_note_has_the_factor_of_the_cards_data_sheet():

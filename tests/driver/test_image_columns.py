@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.driver.estimates.prompt_lengths import notes_on_long_prompts
+from siirl_dask.driver.checks.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.planner import Phase

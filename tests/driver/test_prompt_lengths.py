@@ -10,7 +10,7 @@ from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.coordinator.source import Source
 from siirl_dask.datasets.importing import ImportRequest, PromptLengths, import_data
-from siirl_dask.driver.estimates.prompt_lengths import (
+from siirl_dask.driver.checks.prompt_lengths import (
     TooLong,
     counted_lengths,
     notes_on_long_prompts,

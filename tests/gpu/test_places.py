@@ -6,7 +6,7 @@ import pytest
 
 from siirl_dask.context import DeviceKind
 from siirl_dask.devices.cpus import CpuBinding, given_cpus, show_cpus
-from siirl_dask.driver.estimates.worker_devices import describe_links, describe_nodes
+from siirl_dask.estimates.worker_devices import describe_links, describe_nodes
 from siirl_dask.worker.hardware.affinity import topology_of
 from siirl_dask.worker.hardware.devices import find_devices
 from siirl_dask.worker.stop import StopFlag

@@ -14,7 +14,7 @@ import torch
 from siirl_dask.algorithms import ppo_clip
 from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Rank
-from siirl_dask.driver.estimates.speeds import TABLE
+from siirl_dask.estimates.speeds import TABLE
 from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.reference_model import pack_samples

@@ -14,13 +14,13 @@ from siirl_storage import commit_parts, stage_part
 
 from siirl_dask.config import RolloutConfig, ValidationConfig
 from siirl_dask.context import Context, Device, Rank
-from siirl_dask.coordinator.stored_rows import read_kept_rows
 from siirl_dask.errors import ImageError
 from siirl_dask.images import Image
 from siirl_dask.nodes import generate, generate_answers, generate_with_greedy
 from siirl_dask.planner.contract import contract_of
 from siirl_dask.rollout import FinishReason, Generation
 from siirl_dask.schema import TYPES
+from siirl_dask.tables.stored_rows import read_kept_rows
 
 SHOWN = [(), (Image(b"one"),), (Image(b"two"), Image(None, "s3://three"))]
 

@@ -13,12 +13,12 @@ from siirl_storage import commit_parts, stage_part
 
 from siirl_dask.config import EnvironmentsConfig, RolloutConfig, ValidationConfig
 from siirl_dask.context import Context, Device, Rank
-from siirl_dask.coordinator.stored_rows import read_kept_rows
 from siirl_dask.environments import Failure
 from siirl_dask.errors import ConfigError, DataError, EpisodeError
 from siirl_dask.nodes import play, play_answers
 from siirl_dask.nodes.episodes.play import _check_partial_rollout
 from siirl_dask.planner.contract import contract_of
+from siirl_dask.tables.stored_rows import read_kept_rows
 from tests.nodes.test_play import Drawing, table
 from tests.nodes.worlds import Echo, ThreadWorld
 

@@ -13,13 +13,13 @@ from siirl_storage import commit_parts, stage_part
 
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Device, Rank
-from siirl_dask.coordinator.stored_rows import read_kept_rows
 from siirl_dask.errors import ConfigError
 from siirl_dask.nodes import generate
 from siirl_dask.planner import Node
 from siirl_dask.planner.contract import contract_of
 from siirl_dask.rollout import FinishReason, Generation
 from siirl_dask.schema import TYPES
+from siirl_dask.tables.stored_rows import read_kept_rows
 
 
 @dataclass

@@ -13,7 +13,7 @@ from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.rollout.specs import EngineRole, engine_spec
 from siirl_dask.tasks.tiny_model import tiny_model
-from siirl_dask.worker.data_plane import DataSettings
+from siirl_dask.worker.peers.data_plane import DataSettings
 from tests.conftest import digits_overrides
 from tests.settings import rollout_config
 

@@ -16,6 +16,8 @@ TableNotFound TooLarge append commit commit_parts complete_parts create_table is
 PartsRecord parse_part_name part_name read_record
 remove_file remove_tree retries_end_at retry retry_seconds set_retry_seconds stage stage_part
 write_atomic write_exclusive write_part
+FileDigest absolute by_folder digest_file full_disk_named full_name is_below is_full list_files newest_parts
+newest_record open_input parse_part part_entry read_footer read_rows
 """
 
 

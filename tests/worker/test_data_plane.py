@@ -20,7 +20,7 @@ from siirl_dask.config import TransportMode
 from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge, Iteration, Rows
-from siirl_dask.worker.data_plane import DataPlane, DataSettings
+from siirl_dask.worker.peers.data_plane import DataPlane, DataSettings
 from tests.clusters import local_cluster
 
 pytestmark = pytest.mark.alone

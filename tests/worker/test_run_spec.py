@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from siirl_dask.coordinator.dataloader import Source
 from siirl_dask.planner import DAG, Node, Phase, Plan, Role, compile_chains
-from siirl_dask.worker.data_plane import DataSettings
+from siirl_dask.worker.peers.data_plane import DataSettings
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases, serialize_phases
 from tests.planner.random_dags import QUICKLY, SOURCE, build, plans, same_rows
 

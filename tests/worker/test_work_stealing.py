@@ -19,9 +19,14 @@ from siirl_dask.rollout import GenerationRequest, Sampling
 from siirl_dask.rollout.requests import RequestMessage
 from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue
 from siirl_dask.testing.local_pool import LocalTransport
-from siirl_dask.worker.shared_items import MESSAGE, ExpectedWork, pack
+from siirl_dask.worker.peers.shared_items import MESSAGE, ExpectedWork, pack
+from siirl_dask.worker.peers.work_stealing import (
+    LoopBridge,
+    StealableQueue,
+    StealService,
+    WorkQueue,
+)
 from siirl_dask.worker.stop import StopFlag, result_of
-from siirl_dask.worker.work_stealing import LoopBridge, StealableQueue, StealService, WorkQueue
 from tests.rollout.test_tensor_parallel_queue import gathering
 
 KEY = TransitionKey("run", 3, "train/rollout/0")

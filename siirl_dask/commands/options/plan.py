@@ -84,7 +84,7 @@ def _plan(options: argparse.Namespace) -> None:
     from siirl_dask.commands.plan import describe_run
     from siirl_dask.commands.planning.step_time import TimingOptions
     from siirl_dask.driver.phases import dags
-    from siirl_dask.planner.explain.tables import tables_within
+    from siirl_dask.wording import tables_within
 
     timing = TimingOptions(options.on, options.tokens, tuple(options.figure))
     training, validation = dags(file)
@@ -125,7 +125,7 @@ def _analyze(options: argparse.Namespace) -> None:
     check_plugins()
     from siirl_dask.commands.planning.analyze import analyze_run
     from siirl_dask.commands.planning.step_time import TimingOptions
-    from siirl_dask.planner.explain.tables import tables_within
+    from siirl_dask.wording import tables_within
 
     timing = TimingOptions(options.on, options.tokens, tuple(options.figure))
     with tables_within(output_columns()):

@@ -13,20 +13,18 @@ from typing import Any
 
 from siirl_dask.commands.planning.step_time import TimingOptions
 from siirl_dask.config import Config
-from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.checks.preflight import check
-from siirl_dask.driver.estimates.analysis import Analysis, Compared, analyze, mean_lengths
-from siirl_dask.driver.estimates.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.phases import plan_phases, worker_names
 from siirl_dask.errors import ConfigError, DataError, UserError, counted
-from siirl_dask.observe.metrics import read_metrics
+from siirl_dask.estimates import Analysis, Compared, WorkerMemory, analyze, mean_lengths, sizes_of
+from siirl_dask.observe import read_metrics
 from siirl_dask.observe.trace.measured import Measured, measure
 from siirl_dask.planner import Phase, dag_from_spec
-from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
 from siirl_dask.planner.spec.ecosystems import names_package
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.trace import read_trace
 from siirl_dask.views.charts.figures import duration
+from siirl_dask.wording import readable_bytes, redacted, table, worker_ranges
 
 _BYTES = 2**22  # of the trace
 _PARTS = 128  # of the trace

@@ -8,11 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from siirl_dask.driver.estimates.links import EdgeLinks, Links, links_of, total_of
 from siirl_dask.errors import ConfigError, counted
-from siirl_dask.planner import Plan, TableSizes
-from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
-from siirl_dask.planner.hosts import Hosts, by_host
+from siirl_dask.estimates import EdgeLinks, Links, links_of, total_of
+from siirl_dask.planner import Hosts, Plan, TableSizes, by_host
+from siirl_dask.wording import readable_bytes, table, worker_ranges
 
 _MOST_WORKERS = 2**16
 _LISTED = 12  # links that are listed one by one

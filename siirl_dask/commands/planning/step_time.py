@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl_dask.config import Config
-from siirl_dask.driver.estimates.computing_seconds import StepTokens
-from siirl_dask.driver.estimates.performance import Split, StepTime, lengths_of, splits, step_time
-from siirl_dask.driver.estimates.speeds import Speed, speed_of
 from siirl_dask.errors import ConfigError
+from siirl_dask.estimates import (
+    Speed,
+    Split,
+    StepTime,
+    StepTokens,
+    lengths_of,
+    speed_of,
+    splits,
+    step_time,
+)
 from siirl_dask.planner import Plan
-from siirl_dask.planner.explain.tables import table
+from siirl_dask.wording import table
 
 _SHOWN = 3  # splits
 

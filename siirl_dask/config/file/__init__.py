@@ -51,8 +51,8 @@ from siirl_dask.config.file.objects import (
     name_of,
     object_layers,
 )
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError
+from siirl_dask.wording import redacted
 
 __all__ = [
     "SHIPPED",
@@ -62,9 +62,11 @@ __all__ = [
     "ConfigSource",
     "Interpolated",
     "StructuredConfig",
+    "coerce",
     "dump",
     "foreign_value",
     "foreign_values",
+    "layers",
     "load",
     "load_config_file",
     "load_recorded",

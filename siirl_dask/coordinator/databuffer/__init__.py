@@ -1,3 +1,5 @@
 """The distributed Databuffer: it publishes a worker's rows and pulls the rows that the next
 layout assigns to it.
 """
+
+__all__ = ["databuffer", "limits", "slots"]

@@ -26,10 +26,10 @@ from siirl_dask.coordinator.databuffer.row_lengths import (
     other_columns_schema,
 )
 from siirl_dask.coordinator.host import shared_memory_domain
-from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.messages import TransitionKey
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge
+from siirl_dask.tables import Ints
 
 logger = logging.getLogger("siirl_dask.coordinator")
 

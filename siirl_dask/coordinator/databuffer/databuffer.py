@@ -29,7 +29,6 @@ from functools import partial
 import pyarrow as pa
 
 from siirl_dask.config import TransportMode
-from siirl_dask.coordinator.blobs import one_of_each_group
 from siirl_dask.coordinator.databuffer.allgather import GatheredStatistics, StatisticsTree
 from siirl_dask.coordinator.databuffer.arena import Arena
 from siirl_dask.coordinator.databuffer.early.early import EarlyTraffic
@@ -53,6 +52,7 @@ from siirl_dask.coordinator.transport.messages import (
 )
 from siirl_dask.errors import Aborted, DataError, PeerError, SilentPeer
 from siirl_dask.planner import Edge, Hosts, Iteration, Rows
+from siirl_dask.tables import one_of_each_group
 
 _AHEAD = 16  # iterations that peers may be ahead, where nobody knows better
 

@@ -13,8 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-from siirl_dask.planner import Hosts
-from siirl_dask.planner.hosts import host_of
+from siirl_dask.planner import Hosts, host_of
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 

@@ -30,7 +30,6 @@ from siirl_dask.coordinator.databuffer.ragged import (
 from siirl_dask.coordinator.databuffer.row_lengths import RowLengths
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.layout.assignment import RowStatistics
-from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.frames import to_frames
 from siirl_dask.coordinator.transport.messages import (
     Op,
@@ -41,6 +40,7 @@ from siirl_dask.coordinator.transport.messages import (
 )
 from siirl_dask.errors import PeerError, SiirlError
 from siirl_dask.schema import IDENTITY, with_large_offsets
+from siirl_dask.tables import Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,6 @@ from siirl_dask.coordinator.databuffer.row_lengths import (
     other_columns_schema,
 )
 from siirl_dask.coordinator.host import shared_memory_domain
-from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.frames import from_frames
 from siirl_dask.coordinator.transport.messages import (
     Op,
@@ -47,6 +46,7 @@ from siirl_dask.coordinator.transport.messages import (
 from siirl_dask.coordinator.transport.peers import gather_or_cancel
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge
+from siirl_dask.tables import Ints
 
 logger = logging.getLogger("siirl_dask.coordinator")
 # messages into a worker: each has a connection, and on a link of 10 ms none takes more than 1

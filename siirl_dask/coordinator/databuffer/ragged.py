@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from siirl_dask.comms.wire import Pieces
 from siirl_dask.coordinator.databuffer.arena import Bytes
-from siirl_dask.coordinator.layout.balance import Ints
+from siirl_dask.tables import Ints
 
 # bytes: shorter ranges are copied by index, all in one go, longer ones each by a copy of its own
 _SHORT = 256

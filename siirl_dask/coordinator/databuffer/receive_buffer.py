@@ -26,10 +26,10 @@ from siirl_dask.coordinator.databuffer.ragged import (
     starts_of,
 )
 from siirl_dask.coordinator.host import physical_memory
-from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.messages import TransitionKey, pack_ints
 from siirl_dask.errors import PeerError
 from siirl_dask.schema import ROW_ID
+from siirl_dask.tables import Ints
 
 _ONE_CHUNK = 2**31  # bytes: offsets of 32 bits span whatever is smaller, so it fits into one chunk
 

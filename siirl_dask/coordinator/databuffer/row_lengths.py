@@ -17,10 +17,10 @@ import pyarrow as pa
 from siirl_dask.comms.wire import Frame
 from siirl_dask.coordinator.databuffer.lend import SharedTable, unpack_shared_table
 from siirl_dask.coordinator.databuffer.ragged import element_width
-from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.messages import TransitionKey, pack_ints, unpack_ints
 from siirl_dask.errors import PeerError
 from siirl_dask.schema import IDENTITY
+from siirl_dask.tables import Ints
 
 MAX_ROW_ELEMENTS = 2**48
 """A peer that announces a longer row is refused."""

@@ -15,11 +15,11 @@ from siirl_dask.comms.wire import Pieces
 from siirl_dask.coordinator.databuffer.arena import Arena, Attachments, CannotMap
 from siirl_dask.coordinator.databuffer.limits import Budget, BufferLimits, CopyThreads
 from siirl_dask.coordinator.databuffer.published import Published
-from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.messages import (
     Reply,
 )
 from siirl_dask.errors import PeerError
+from siirl_dask.tables import Ints
 
 
 class RowServer:

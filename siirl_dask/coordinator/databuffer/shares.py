@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.coordinator.databuffer.allgather import StatisticsTree
 from siirl_dask.coordinator.databuffer.limits import CopyThreads
 from siirl_dask.coordinator.databuffer.pull import Puller
@@ -26,12 +25,12 @@ from siirl_dask.coordinator.layout.assignment import (
     near_sources,
     pull_share,
 )
-from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.messages import (
     TransitionKey,
 )
 from siirl_dask.planner import Edge, Hosts
 from siirl_dask.schema import GROUP_ID
+from siirl_dask.tables import Ints, rows_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,11 +17,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from siirl_dask.comms.wire import Frame
-from siirl_dask.coordinator.blobs import missing_groups
 from siirl_dask.coordinator.layout.balance import (
     NOWHERE,
     HostsOfRows,
-    Ints,
     balance,
     balance_groups,
     balance_in_place,
@@ -32,9 +30,9 @@ from siirl_dask.coordinator.layout.balance import (
     row_costs,
 )
 from siirl_dask.errors import DataError, PeerError
-from siirl_dask.planner import Edge, Hosts, Rows
-from siirl_dask.planner.hosts import by_host, host_of
+from siirl_dask.planner import Edge, Hosts, Rows, by_host, host_of
 from siirl_dask.schema import GROUP_ID, IDENTITY, MINIBATCH, ROW_ID, TOKENS
+from siirl_dask.tables import Ints, missing_groups
 
 # Routes of replicated rows between hosts: a host takes a source's rows over the link once, and
 # passes them on inside.

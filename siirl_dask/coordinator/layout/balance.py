@@ -13,15 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from siirl_dask.planner import Edge, Hosts
-from siirl_dask.planner.hosts import host_of
-
-Ints = NDArray[np.int64]
+from siirl_dask.planner import Edge, Hosts, host_of
+from siirl_dask.tables import Ints
 
 NOWHERE = -1
 """Home of an item that lies with none of the owners."""
@@ -345,17 +342,6 @@ def _pairs_by_cost(costs: Ints, part_of: Ints, owners: int, homes: Ints) -> Ints
     pairs, pair_of = np.unique(part_of[at_home] * owners + homes[at_home], return_inverse=True)
     totals = _sums(costs[at_home], pair_of, np.zeros(len(pairs), np.int64))
     return pairs[np.argsort(-totals, kind="stable")]
-
-
-def split(count: int, parts: int) -> list[tuple[int, int]]:
-    """Return ``[start, stop)`` of ``parts`` consecutive ranges of ``count`` items, the longer ones
-    first.
-
-    10 over 4 is (0,3) (3,6) (6,8) (8,10).
-    """
-    base, extra = divmod(count, parts)
-    starts = [part * base + min(part, extra) for part in range(parts + 1)]
-    return list(pairwise(starts))
 
 
 # Preferences: a target for each row, known before its length is.

@@ -30,12 +30,12 @@ from distributed.comm.core import CommClosedError, connect, listen
 from siirl_dask.comms import wire
 from siirl_dask.comms.access import NetworkAccess
 from siirl_dask.comms.backends import register
-from siirl_dask.comms.dask_internals import FatalCommClosedError
 from siirl_dask.comms.proofs import Side
 from siirl_dask.comms.rows_comm import RowsComm
 from siirl_dask.comms.sockets import Scheme, open_socket, peer_process
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request, answer_to
+from siirl_dask.dask_internals import FatalCommClosedError
 from siirl_dask.errors import Aborted, ConfigError, PeerError
 
 if TYPE_CHECKING:

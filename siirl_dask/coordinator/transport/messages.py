@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from siirl_dask.comms.wire import MAX_REPLY_HEAD, Frame, Message, MessageBounds, Pieces, nbytes_of
-from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.errors import Aborted, PeerError, SiirlError
+from siirl_dask.tables import Ints
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _MAX_REPLY = 2**28  # bytes of frames, beyond those of the rows that are asked for

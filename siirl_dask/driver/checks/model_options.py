@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from siirl_dask.planner import DAG, Node, Role
-from siirl_dask.planner.contract import bare, options_of
+from siirl_dask.planner import DAG, Node, Role, bare, options_of
 
 Change = Callable[[Any], Any]
 """Returns another group of options in place of one, a dataclass, or the group itself."""

@@ -74,7 +74,7 @@ def expected_dtype(
     """Return the type that ``auto`` stands for, as far as is known without workers.
 
     ``recorded`` is the type that the run in the folder computes in, which stays. ``device`` is a
-    device of ``driver/estimates/speeds.py`` for which a plan is made.
+    device of ``estimates/speeds.py`` for which a plan is made.
     """
     if recorded is not None and recorded is not Dtype.auto:
         return NumberType(recorded, "the run began with it")

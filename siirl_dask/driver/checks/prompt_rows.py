@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 from siirl_storage import FooterCache, StorageError
 
 from siirl_dask.config import Config
-from siirl_dask.coordinator.decoding import plain
 from siirl_dask.coordinator.source import Dataset, Source, open_source
 from siirl_dask.datasets.partitions import chat_as_text
 from siirl_dask.errors import ConfigError, DataError, ImageError
@@ -22,9 +21,9 @@ from siirl_dask.images import images_of, load_processor, normalised
 from siirl_dask.images.prompts import marked
 from siirl_dask.models.cache import folder_here
 from siirl_dask.nodes import encode_prompts, sample_until_mixed
-from siirl_dask.planner import DAG, Plan
-from siirl_dask.planner.contract import bare
+from siirl_dask.planner import DAG, Plan, bare
 from siirl_dask.schema import ENDS_WITH_ANSWER
+from siirl_dask.tables import decoded_column
 
 if TYPE_CHECKING:
     from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
@@ -143,7 +142,7 @@ def _first_answered(prompts: pa.ChunkedArray) -> int | None:
 
 def _values(table: pa.Table, path: str) -> pa.ChunkedArray:
     column, *fields = path.split(".")
-    values = plain(table[column])
+    values = decoded_column(table[column])
     return pc.struct_field(values, fields) if fields else values
 
 
@@ -175,7 +174,7 @@ def first_prompt(config: Config, plan: Plan, dataset: Dataset) -> FirstPrompt | 
             f"dataset {source.url!r}: its first prompt is null (data.prompt={source.prompt})"
         )
     if images is not None:
-        shown = images_of(normalised(plain(table[images]), images)[0].as_py())
+        shown = images_of(normalised(decoded_column(table[images]), images)[0].as_py())
         if any(image.data is None for image in shown):
             return None
         processor = load_processor(folder_here(config.model.path, weights=False), config.images)

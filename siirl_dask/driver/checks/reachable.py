@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distributed import Client
-from siirl_storage.files import absolute
+from siirl_storage import absolute
 
 from siirl_dask.config import ClusterConfig
 from siirl_dask.coordinator.source import Mixture

@@ -8,8 +8,7 @@ from typing import Any
 
 from siirl_dask.config import Config, EndpointConfig, EnvironmentsConfig
 from siirl_dask.errors import ConfigError
-from siirl_dask.planner import DAG
-from siirl_dask.planner.contract import options_of
+from siirl_dask.planner import DAG, options_of
 
 _READERS = {
     "environments": (

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from siirl_dask.config import Config, WeightSync
 from siirl_dask.errors import PlanError
 from siirl_dask.planner import NodeColumns, Plan
-from siirl_dask.planner.explain.tables import worker_ranges
 from siirl_dask.planner.weight_streams import stays, why_no_broadcast
 from siirl_dask.schema import PARAMETER_DATA
+from siirl_dask.wording import worker_ranges
 
 
 def check_weight_sync(config: Config, plan: Plan) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 from distributed import Client
 from distributed.deploy.adaptive import Adaptive as DaskAdaptive
 
-from siirl_dask.comms.dask_internals import SchedulerRpc
 from siirl_dask.config import ClusterConfig
+from siirl_dask.dask_internals import SchedulerRpc
 from siirl_dask.driver.clusters.calls import complete
-from siirl_dask.scheduler.worker_demand import NAME, WorkerDemand
+from siirl_dask.scheduler import WorkerDemand
+from siirl_dask.scheduler.worker_demand import NAME
 
 logger = logging.getLogger("siirl_dask.driver")
 _TIMEOUT = 10.0  # seconds for the scheduler to note what a run wants

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from dask.base import annotate
 from distributed import Client, Future
 
-from siirl_dask.comms.dask_internals import start_on_loop
+from siirl_dask.dask_internals import start_on_loop
 from siirl_dask.worker.tasks import task_group
 
 T = TypeVar("T")

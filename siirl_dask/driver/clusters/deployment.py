@@ -22,7 +22,9 @@ import dask
 from distributed import Client, SpecCluster, Status
 from distributed.deploy.cluster import Cluster
 
-from siirl_dask.comms.dask_internals import (
+from siirl_dask.config import ClusterConfig
+from siirl_dask.config.file import ClusterSpec, read_cluster_spec
+from siirl_dask.dask_internals import (
     can_scale,
     jobs_without_workers,
     parse_timedelta,
@@ -30,8 +32,6 @@ from siirl_dask.comms.dask_internals import (
     scale,
     start_on_loop,
 )
-from siirl_dask.config import ClusterConfig
-from siirl_dask.config.file import ClusterSpec, read_cluster_spec
 from siirl_dask.driver.clusters.wait_for_workers import wait_for_workers
 from siirl_dask.driver.recovery.scheduler_guard import scheduler_guard
 from siirl_dask.errors import ConfigError, RunError, SiirlError, did_you_mean

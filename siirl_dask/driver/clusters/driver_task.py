@@ -20,9 +20,9 @@ from uuid import uuid4
 from dask.delayed import Delayed
 from distributed import Client, Security, fire_and_forget, get_worker, secede
 from distributed import Future as DaskFuture
-from siirl_storage.files import absolute
+from siirl_storage import absolute
 
-from siirl_dask.comms.dask_internals import security_of, start_on_loop
+from siirl_dask.dask_internals import security_of, start_on_loop
 from siirl_dask.driver.caller import RunCaller, StopRequest
 from siirl_dask.driver.collection import Collection
 from siirl_dask.driver.feed import RunFeed
@@ -33,7 +33,7 @@ from siirl_dask.errors import ConfigError, Interrupted, RunError
 from siirl_dask.observe import Record, Summary
 from siirl_dask.pickling import dumps
 from siirl_dask.planner import Phase
-from siirl_dask.scheduler.idle_workers import DRIVERS
+from siirl_dask.scheduler import DRIVERS
 
 _END = "end"  # message after the last record of a driver
 _LAST_RECORDS = 10.0  # seconds for those that the scheduler has not passed on yet

@@ -15,7 +15,7 @@ from typing import Any
 
 from distributed import Nanny, Status
 
-from siirl_dask.comms.dask_internals import queues_of
+from siirl_dask.dask_internals import queues_of
 
 # as distributed.nanny names the processes that it starts
 _WORKER = "Dask Worker process (from Nanny)"

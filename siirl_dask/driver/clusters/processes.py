@@ -14,7 +14,7 @@ from distributed import Client, Status
 from distributed.comm.addressing import get_address_host
 
 from siirl_dask.errors import ConfigError, WorkerLost
-from siirl_dask.scheduler.idle_workers import has_resources
+from siirl_dask.scheduler import has_resources
 from siirl_dask.worker.process.report import ALIKE, SIMILAR, Report, report
 
 logger = logging.getLogger("siirl_dask.driver")

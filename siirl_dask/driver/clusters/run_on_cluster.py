@@ -10,11 +10,11 @@ from typing import Any
 
 from distributed import Client
 
-from siirl_dask.comms.dask_internals import SchedulerRpc
+from siirl_dask.dask_internals import SchedulerRpc
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.driver.recovery.scheduler_watch import SchedulerWatch, address_of, describe_loss
 from siirl_dask.errors import SchedulerLost
-from siirl_dask.scheduler.supervisor import Supervisor
+from siirl_dask.scheduler import Supervisor
 from siirl_dask.worker.dag_worker import DAGWorker
 from siirl_dask.worker.monitoring.scheduler_patience import scheduler_patience
 from siirl_dask.worker.monitoring.task_progress import Reading

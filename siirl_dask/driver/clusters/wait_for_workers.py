@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 
 from distributed import Client, Status
 
-from siirl_dask.comms.dask_internals import SchedulerRpc
 from siirl_dask.config import ClusterConfig
+from siirl_dask.dask_internals import SchedulerRpc
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.errors import RunError
 from siirl_dask.observe import Progress
-from siirl_dask.scheduler.idle_workers import has_resources
+from siirl_dask.scheduler import has_resources
 
 _INTERVAL = 0.2  # seconds between two looks
 

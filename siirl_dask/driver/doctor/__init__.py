@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from siirl_dask.config import ClusterConfig, Config, Engine
 from siirl_dask.context import DeviceKind
 from siirl_dask.driver.doctor.devices import check_devices, check_plugin
-from siirl_dask.driver.doctor.finding import DoctorFinding, DoctorState, fault
+from siirl_dask.driver.doctor.finding import DoctorFinding, DoctorState, fault, ok
 from siirl_dask.driver.doctor.machine import check_machine
 from siirl_dask.driver.doctor.packages import check_packages
 from siirl_dask.driver.doctor.storage import check_storage
 from siirl_dask.driver.doctor.vllm import judge_vllm, vllm_probe
 
-__all__ = ["DoctorFinding", "DoctorState", "examine"]
+__all__ = ["DoctorFinding", "DoctorState", "examine", "finding"]
 
 
 def examine(config: Config | None) -> list[DoctorFinding]:
@@ -40,7 +40,7 @@ def examine(config: Config | None) -> list[DoctorFinding]:
         if config is not None:
             findings += _checked("storage", lambda: [check_storage(config.run.url)])
             findings += _checked("cluster", lambda: _cluster(config))
-            findings += _checked("servers", lambda: _servers(config))
+            findings += _checked("servers", lambda: check_servers(config))
         kinds = [
             kind
             for kind in DeviceKind
@@ -67,14 +67,17 @@ def _cluster(config: Config) -> Iterable[DoctorFinding]:
     return check_cluster(config.cluster)
 
 
-def _servers(config: Config) -> Iterable[DoctorFinding]:
+def check_servers(config: Config) -> Iterable[DoctorFinding]:
+    """Yield a finding on each server that the configuration generates with."""
     rollouts = [config.rollout, *(agent.rollout for agent in config.agents.values())]
     if not any(rollout.engine == Engine.server for rollout in rollouts):
-        return []
+        return
     # torch and transformers, as the engine that is asked for imports them
-    from siirl_dask.driver.doctor.servers import check_servers
+    from siirl_dask.rollout import examine_servers
 
-    return check_servers(config)
+    for server in examine_servers(config):
+        part = f"server {server.url}"
+        yield fault(part, server.said, server.cure) if server.cure else ok(part, server.said)
 
 
 def _checked(part: str, check: Callable[[], Iterable[DoctorFinding]]) -> list[DoctorFinding]:

@@ -20,7 +20,7 @@ from siirl_dask.driver.doctor.logs import warnings_of
 from siirl_dask.driver.doctor.machine import check_limits
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.observe import Progress
-from siirl_dask.scheduler.idle_workers import has_resources
+from siirl_dask.scheduler import has_resources
 
 _PART = "cluster"
 _RESOURCES = "resources"

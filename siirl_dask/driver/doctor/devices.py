@@ -16,7 +16,7 @@ from siirl_dask.devices import Traits, check_plugins, hidden_by, traits_of
 from siirl_dask.driver.doctor.finding import DoctorFinding, fault, note, ok
 from siirl_dask.driver.doctor.packages import install_command
 from siirl_dask.errors import ConfigError
-from siirl_dask.planner.explain.tables import readable_bytes
+from siirl_dask.wording import readable_bytes
 
 _MAKERS = {traits_of(kind).maker: traits_of(kind) for kind in DeviceKind if traits_of(kind).maker}
 _USED_BY_OTHERS = 0.1  # share of a device's memory in use from which it is reported

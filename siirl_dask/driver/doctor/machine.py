@@ -14,7 +14,7 @@ import psutil  # type: ignore[import-untyped]  # Dask needs it
 from siirl_dask.devices.machine_memory import machine_memory
 from siirl_dask.driver.doctor.finding import DoctorFinding, fault, note, ok
 from siirl_dask.errors import counted
-from siirl_dask.planner.explain.tables import readable_bytes
+from siirl_dask.wording import readable_bytes
 
 _FILES = 128  # descriptors; a driver with its scheduler had 43
 _FILES_OF_A_WORKER = 8  # descriptors; a driver had 4 more for each worker

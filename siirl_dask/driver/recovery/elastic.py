@@ -23,7 +23,7 @@ from siirl_dask.driver.recovery.worker_group import Planner, WorkerGroup
 from siirl_dask.errors import RunError, SiirlError, UserError, WorkerLeft, WorkersJoined
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Iteration
-from siirl_dask.scheduler.idle_workers import free_workers
+from siirl_dask.scheduler import free_workers
 
 logger = logging.getLogger("siirl_dask.driver")
 _INTERVAL = 0.2  # seconds between two looks at the cluster

@@ -12,8 +12,8 @@ from functools import partial
 
 from distributed import Client
 
-from siirl_dask.comms.dask_internals import SchedulerRpc
 from siirl_dask.config import ClusterConfig, Config
+from siirl_dask.dask_internals import SchedulerRpc
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.driver.clusters.deployment import no_replacement, start_lost
 from siirl_dask.driver.clusters.processes import members
@@ -22,8 +22,8 @@ from siirl_dask.driver.recovery.worker_group import WorkerGroup
 from siirl_dask.errors import SchedulerLost, SiirlError, SilentPeer
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Iteration
-from siirl_dask.scheduler.idle_workers import free_workers
-from siirl_dask.worker.data_plane import DataSettings
+from siirl_dask.scheduler import free_workers
+from siirl_dask.worker.peers.data_plane import DataSettings
 from siirl_dask.worker.release import LEAVE_TIMEOUT
 from siirl_dask.worker.tasks import beats_inside
 

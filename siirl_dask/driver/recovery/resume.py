@@ -6,11 +6,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from siirl_storage import join, open_fs
-from siirl_storage.files import absolute
+from siirl_storage import absolute, join, open_fs
 
 from siirl_dask.config import Config, Dtype
-from siirl_dask.config.secrets import redacted
 from siirl_dask.context import Metric
 from siirl_dask.errors import (
     CheckpointError,
@@ -21,8 +19,7 @@ from siirl_dask.errors import (
     SiirlError,
     counted,
 )
-from siirl_dask.observe import Record, Status, read_metrics, read_summary
-from siirl_dask.observe.metrics import METRICS_FILE
+from siirl_dask.observe import METRICS_FILE, Record, Status, read_metrics, read_summary
 from siirl_dask.planner import DAG, Cut, Iteration, Node, Phase
 from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
@@ -33,6 +30,7 @@ from siirl_dask.runs.reader import Run
 from siirl_dask.runs.stages import Stage
 from siirl_dask.runs.tables import stored_steps
 from siirl_dask.schema import PARAMETER_DATA
+from siirl_dask.wording import redacted
 from siirl_dask.worker.roles.role_state import ResumeFrom
 
 logger = logging.getLogger("siirl_dask.driver")

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from distributed import Client
 
-from siirl_dask.comms.dask_internals import hang_up
 from siirl_dask.config import ClusterConfig
+from siirl_dask.dask_internals import hang_up
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.driver.recovery.scheduler_watch import SchedulerWatch, address_of, describe_loss
 from siirl_dask.errors import SchedulerLost

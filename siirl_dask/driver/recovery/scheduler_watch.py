@@ -12,8 +12,8 @@ from contextlib import suppress
 from distributed import Client
 from distributed.comm.addressing import parse_host_port
 
-from siirl_dask.comms.dask_internals import SchedulerRpc, start_on_loop
 from siirl_dask.coordinator.transport.peers import answers
+from siirl_dask.dask_internals import SchedulerRpc, start_on_loop
 from siirl_dask.worker.monitoring.scheduler_patience import least_patience
 
 _PAUSE = 0.05  # pause between two pings, as a share of the patience

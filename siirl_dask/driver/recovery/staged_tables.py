@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from siirl_storage import Part
-from siirl_storage.manifest import parse_part
+from siirl_storage import Part, parse_part
 
 from siirl_dask.context import Metric
 from siirl_dask.driver.iterations import StagedTable
-from siirl_dask.observe.metrics import merge, unpack
+from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
 
 Key = tuple[int, str]

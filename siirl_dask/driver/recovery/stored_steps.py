@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distributed import Client
-from siirl_storage.files import absolute
+from siirl_storage import absolute
 
 from siirl_dask.config import Config
 from siirl_dask.coordinator.source import dataset_schema, training_dataset

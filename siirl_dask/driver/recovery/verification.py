@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from distributed import Client, Future, wait
-from siirl_storage.digests import FileDigest
-from siirl_storage.files import absolute
+from siirl_storage import FileDigest, absolute
 
 from siirl_dask.config import Config
 from siirl_dask.driver.clusters.processes import gone

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from siirl_dask.context import Context
-from siirl_dask.coordinator.blobs import rows_where
 from siirl_dask.errors import PlanError
 from siirl_dask.planner import ContractChanges, columns
 from siirl_dask.planner import columns as declares
@@ -44,6 +43,7 @@ from siirl_dask.schema import (
     WEIGHTS_VERSION,
     WORKER,
 )
+from siirl_dask.tables import rows_where
 
 MESSAGE = "message"
 """Column with the next agent's prompt: a text, or messages of a chat (``hand_over``)."""

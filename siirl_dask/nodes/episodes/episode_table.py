@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
-from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.nodes.episodes.episode import EpisodeRules
 from siirl_dask.nodes.episodes.episode_rows import NOT_SAMPLED, PlayedEpisode, PlayedRow
 from siirl_dask.nodes.sampling import SAMPLED
@@ -39,6 +38,7 @@ from siirl_dask.schema import (
     WORKER,
     fields,
 )
+from siirl_dask.tables import rows_at
 
 EPISODE_ROWS = (
     SAMPLED

@@ -15,7 +15,6 @@ import pyarrow.compute as pc
 from siirl_storage import StorageError, join, read_record
 
 from siirl_dask.context import Context
-from siirl_dask.coordinator.stored_rows import read_stored_rows, step_name
 from siirl_dask.errors import DataError
 from siirl_dask.nodes.episodes.episode_rows import NOT_SAMPLED, PlayedRow
 from siirl_dask.schema import (
@@ -26,6 +25,7 @@ from siirl_dask.schema import (
     TYPES,
     make_schema,
 )
+from siirl_dask.tables import read_stored_rows, step_name
 
 _COLUMNS = (SAMPLING_SEED, RESPONSE_IDS, TOKEN_VERSIONS, ROLLOUT_LOGPROBS)
 _SCHEMA = make_schema({name: TYPES[name] for name in _COLUMNS})

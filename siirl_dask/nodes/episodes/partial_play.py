@@ -22,7 +22,6 @@ import pyarrow as pa
 
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Reduce
-from siirl_dask.coordinator.blobs import filled_by_group, once_per_group, rows_at, rows_where
 from siirl_dask.environments import Session
 from siirl_dask.errors import DataError
 from siirl_dask.nodes.episodes.episode import Episode
@@ -52,6 +51,7 @@ from siirl_dask.schema import (
     TOKENS,
     TYPES,
 )
+from siirl_dask.tables import filled_by_group, once_per_group, rows_at, rows_where
 
 _UNFINISHED = "unfinished"  # in the node's state
 _ENVIRONMENT_SEED = "environment_seed"

@@ -19,7 +19,6 @@ import pyarrow as pa
 
 from siirl_dask.config import EnvironmentsConfig, ImagesConfig, RolloutConfig, ValidationConfig
 from siirl_dask.context import Codec, Context, Reduce
-from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.environments import Environments
 from siirl_dask.errors import ConfigError
 from siirl_dask.nodes.episodes.episode import Episode, EpisodeRules
@@ -57,6 +56,7 @@ from siirl_dask.schema import (
     TOKENS,
     fields,
 )
+from siirl_dask.tables import rows_at
 
 
 def _pack(ctx: Context, **options: object) -> pa.Table:

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
-from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.environments import Answer, Environments, OnAnswer, Session
 from siirl_dask.errors import EpisodeError, counted
 from siirl_dask.nodes.episodes.episode import Episode, EpisodeRules
@@ -31,6 +30,7 @@ from siirl_dask.nodes.prompts import MAX_TOKENS, token_limits
 from siirl_dask.nodes.sampling import prompt_images
 from siirl_dask.rollout import RolloutEngine, processor_of
 from siirl_dask.schema import GROUP_ID, IMAGES, PROMPT, PROMPT_IDS, ROW_ID, TYPES
+from siirl_dask.tables import rows_at
 
 logger = logging.getLogger(__name__)
 AnswerQueue = SimpleQueue[TimedAnswer]

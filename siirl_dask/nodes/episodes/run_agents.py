@@ -17,7 +17,6 @@ import pyarrow as pa
 
 from siirl_dask.config import EndpointConfig, RolloutConfig, ValidationConfig
 from siirl_dask.context import Codec, Context, Reduce
-from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.errors import ConfigError, EpisodeError
 from siirl_dask.nodes.episodes.agent_rows import (
     AgentCodec,
@@ -48,6 +47,7 @@ from siirl_dask.rollout.endpoint import (
     ProgramEpisode,
 )
 from siirl_dask.schema import ANSWER, PROMPT, PROMPT_IDS, ROW_ID, SAMPLE_NUMBER, TYPES
+from siirl_dask.tables import rows_at
 
 # that run at once for each row of the engine: most of them wait for something else
 _AGENTS_PER_ROW = 4

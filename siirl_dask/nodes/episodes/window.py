@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from siirl_dask.coordinator.layout.balance import split
+from siirl_dask.tables import split
 
 
 @dataclass(frozen=True, slots=True)

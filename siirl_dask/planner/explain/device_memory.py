@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from siirl_dask.planner.explain.tables import readable_bytes, table
 from siirl_dask.planner.footprint import (
     EXCHANGE,
     Card,
@@ -18,6 +17,7 @@ from siirl_dask.planner.footprint import (
     peak,
     remedies,
 )
+from siirl_dask.wording import readable_bytes, table
 
 COMMON = {f"{size} GB": size * 10**9 for size in (24, 48, 80, 141)}
 """Sizes in which accelerators are sold."""

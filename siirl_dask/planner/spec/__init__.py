@@ -1,1 +1,3 @@
 """DAGs as plain data: names of functions, nodes in YAML, rounds of nodes."""
+
+__all__ = ["ecosystems", "names"]

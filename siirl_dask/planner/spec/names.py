@@ -23,6 +23,7 @@ from siirl_dask.errors import ConfigError, PlanError, did_you_mean
 from siirl_dask.planner.spec.ecosystems import environment_named
 
 T = TypeVar("T")
+PACKAGE = __name__.split(".")[0]
 # for anything else, and what ecosystems.py names, no module is imported: commands/planning/analyze.py
 # looks for both
 _NAME = re.compile(r"\w+")
@@ -167,6 +168,13 @@ def function_name(fn: object) -> str:
         kind = "a lambda or a nested function" if "<" in name else "a method or a nested class"
         raise PlanError(f"{module}:{name} is {kind}: define it with def at the top of a module")
     return f"{_publisher(fn, module, name)}:{name}"
+
+
+def short_name(fn: object) -> str:
+    """Return the name of a function, or of a partial's function, without the name of this
+    package.
+    """
+    return function_name(getattr(fn, "func", fn)).removeprefix(PACKAGE)
 
 
 def _publisher(fn: object, module: str, name: str) -> str:

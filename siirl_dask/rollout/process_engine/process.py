@@ -18,7 +18,6 @@ from contextlib import ExitStack, suppress
 from threading import Thread
 from typing import Any
 
-from siirl_dask.config.secrets import redacted
 from siirl_dask.context import Device
 from siirl_dask.errors import PeerError
 from siirl_dask.rollout.process_engine.errors_as_data import read_error
@@ -30,6 +29,7 @@ from siirl_dask.rollout.process_engine.frames import (
     MessageSocket,
     ProcessLostError,
 )
+from siirl_dask.wording import redacted
 
 logger = logging.getLogger("siirl_dask.rollout")
 _CHILD = "siirl_dask.rollout.process_engine.child"

@@ -2,4 +2,4 @@
 
 from siirl_dask.rollout.transformers_engine.spec import SPEC
 
-__all__ = ["SPEC"]
+__all__ = ["SPEC", "engine"]

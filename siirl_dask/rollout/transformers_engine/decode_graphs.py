@@ -243,11 +243,11 @@ class DecodeGraphs:
     ) -> bool:
         if self._inputs is None or layers.keys() != self._memory.keys():
             return False
+        if cache_rows(rows) > len(self._inputs.tokens):
+            return False
         needed = cache_rows(rows) * cache_columns(columns)
         there = (pair[0].shape for pair in self._memory.values())
-        return cache_rows(rows) <= len(self._inputs.tokens) and all(
-            shape[0] * shape[2] >= needed for shape in there
-        )
+        return all(shape[0] * shape[2] >= needed for shape in there)
 
     def cache(self, rows: int, columns: int) -> FixedCache:
         """Return the cache of a number of rows and columns, which have their graph or get it at

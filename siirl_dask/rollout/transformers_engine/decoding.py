@@ -1,10 +1,9 @@
 """Samples many rows together with a causal model of transformers, without what ``generate`` does
 besides.
 
-A prompt that several rows have is computed once. Keys and values lie in memory that grows by large
-pieces, instead of being copied for each token; there is no mask where all rows are equally long;
-and rows that have ended leave the batch. Models whose attention cannot be replaced are left to
-``generate``: ``use_decoding`` finds out which.
+A prompt that several rows have is computed once, keys and values stay in a cache
+(``cached_attention``), and rows that have ended leave the batch. Models whose attention cannot be
+replaced are left to ``generate``: ``use_decoding`` finds out which.
 """
 
 from __future__ import annotations
@@ -16,201 +15,25 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from siirl_dask.devices import accelerator
 from siirl_dask.models.head import head_output
-from siirl_dask.models.score_attention import attend_by_scores
-from siirl_dask.models.spans import EAGER, register_with_probe, trial_length, window_of
+from siirl_dask.models.spans import EAGER, trial_length
 from siirl_dask.rollout.image_prompts import PromptImages, inputs_with_images
-from siirl_dask.rollout.transformers_engine.decode_graphs import (
-    DecodeGraphs,
-    FixedCache,
-    GraphDecoder,
-    GraphRows,
-)
-from siirl_dask.rollout.transformers_engine.draft_cache import DraftCache
+from siirl_dask.rollout.transformers_engine.cached_attention import DECODING, PROBE, KeyValueCache
+from siirl_dask.rollout.transformers_engine.decode_graphs import DecodeGraphs, GraphDecoder
 from siirl_dask.rollout.transformers_engine.route_recording import RouteRecorder
 from siirl_dask.rollout.transformers_engine.row_states import row_states, state_arguments
 
 logger = logging.getLogger("siirl_dask.rollout")
-DECODING = "siirl_decoding"
-"""Name of ``cached_attention`` in transformers. No mask function has that name, so transformers
-makes no mask."""
-_COLUMNS = 32  # least number of columns by which a cache grows
 ENDED = 0.25
 """Share of a batch that must have ended for the others to be copied together."""
 
 Choose = Callable[[Tensor, NDArray[np.intp], int], tuple[Tensor, Tensor]]
 """``(logits [b, V] float32, rows [b], at)`` gives tokens and log-probs, [b] each, of rows at
 position ``at`` of their responses. The logits may be written to."""
-
-
-class KeyValueCache:
-    """Keys and values of some rows in all layers, each row's last token in the last column.
-
-    A row with fewer tokens than the longest has nothing in its first columns.
-    """
-
-    def __init__(self, lengths: Tensor, width: int) -> None:
-        """``lengths`` [B] are the rows' tokens that the first pass computes, in ``width``
-        columns.
-        """
-        self.columns = 0
-        """Columns that are filled, before the tokens of the pass under way."""
-        self._lengths = lengths
-        self._width = width
-        self._uneven = bool((lengths < width).any())
-        self.stored: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        """Keys and values of each layer. [B, H, C, D]."""
-        self._masks: dict[int | None, Tensor | None] = {}
-
-    def positions(self, count: int) -> Tensor:
-        """Return the position in its row of each of the next ``count`` tokens, 0 where there is
-        none. [B, count].
-        """
-        behind = self._width - self._lengths
-        columns = torch.arange(self.columns, self.columns + count, device=behind.device)
-        return (columns - behind[:, None]).clamp(min=0)
-
-    def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a layer's keys and values of this pass, and return all. [B, H, count, D] each ->
-        [B, H, C, D] each.
-        """
-        end = self.columns + key.shape[2]
-        if not self.columns:
-            self.stored[layer] = key, value
-            return key, value
-        keys, values = self.stored[layer]
-        if keys.shape[2] < end:
-            keys = _grown(keys, self.columns)
-            values = _grown(values, self.columns)
-            self.stored[layer] = keys, values
-        keys[:, :, self.columns : end] = key
-        values[:, :, self.columns : end] = value
-        return keys[:, :, :end], values[:, :, :end]
-
-    def advance(self, count: int) -> None:
-        """End a pass over ``count`` tokens a row."""
-        self.columns += count
-        self._masks.clear()
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows, in this order; a row may be named several times."""
-        for layer, pair in self.stored.items():
-            self.stored[layer] = tuple(each[:, :, : self.columns][rows] for each in pair)  # type: ignore[assignment]
-        self._lengths = self._lengths[rows]
-
-    def continued(
-        self, graphs: DecodeGraphs, prompts: Tensor, logits: Tensor, longest: int
-    ) -> GraphDecoder:
-        """Move all keys and values to a cache of fixed shape with room for ``longest`` tokens more;
-        none are left.
-
-        ``prompts`` [B] says which row of this cache each of its rows is.
-        """
-        rows = GraphRows(prompts, self._width - self._lengths[prompts], logits)
-        return graphs.begin(self.stored, rows, self.columns + longest)
-
-    def mask(self, query: Tensor, window: int | None) -> Tensor | None:
-        """Return what is added to the scores of the pass's tokens, [B or 1, 1, count, C], made once
-        for all layers.
-
-        None where a single token sees all columns, and where several tokens see what a causal mask
-        lets them see.
-        """
-        end = self.columns + query.shape[2]
-        window = None if window is None or window >= end else window
-        if window not in self._masks:
-            uneven = (
-                self._uneven or (window is not None) or (self.columns > 0 and query.shape[2] > 1)
-            )
-            self._masks[window] = self._made(query, end, window) if uneven else None
-        return self._masks[window]
-
-    def _made(self, query: Tensor, end: int, window: int | None) -> Tensor:
-        keys = torch.arange(end, device=query.device)
-        queries = keys[self.columns :, None]
-        seen = (keys <= queries) & (keys >= (self._width - self._lengths)[:, None, None, None])
-        if window is not None:
-            seen &= keys > queries - window
-        # a place without a token sees itself: nothing at all would give nan
-        seen |= keys == queries
-        return torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(
-            ~seen, -torch.inf
-        )
-
-
-def _grown(tensor: Tensor, columns: int) -> Tensor:
-    """Return a copy of the first columns with room for more. [B, H, C, D]."""
-    rows, heads, _, width = tensor.shape
-    grown = tensor.new_empty(rows, heads, columns + max(_COLUMNS, columns // 4), width)
-    grown[:, :, :columns] = tensor[:, :, :columns]
-    return grown
-
-
-def cached_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    decoding: KeyValueCache | FixedCache | DraftCache,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **others: object,
-) -> tuple[Tensor, None]:
-    """Attend to the cached tokens of each row and to those of this pass. [B, H, T, D], [B, H_kv, T,
-    D] twice -> [B, T, H, D].
-
-    ``decoding`` is an argument of the model's forward; ``s_aux`` are sinks, [H].
-    NotImplementedError for attention with a position bias or a mask of its own.
-    """
-    if position_bias is not None or attention_mask is not None:
-        what = "a position bias" if position_bias is not None else "a mask of its own"
-        raise NotImplementedError(
-            f"cached attention supports no {what}, which {type(module).__name__} has"
-        )
-    rows, heads, count, width = query.shape
-    few = key.shape[1]
-    mask = decoding.mask(query, window_of(module, sliding_window))
-    key, value = decoding.extend(module, key, value)
-    if softcap is not None or s_aux is not None:
-        if mask is None:
-            mask = _causal_mask(query)
-        attended = attend_by_scores(
-            query, key, value, mask, scaling=scaling, softcap=softcap, sinks=s_aux
-        )
-        return attended, None
-    if count == 1:  # the heads that share keys are queries of one head: their keys are read once
-        query = query.view(rows, few, heads // few, width)
-    output = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None and count > 1,
-        scale=scaling,
-        enable_gqa=query.shape[1] != few,
-    )
-    return output.reshape(rows, heads, count, -1).transpose(1, 2), None
-
-
-_PROBE = register_with_probe(DECODING, cached_attention)
-
-
-def _causal_mask(query: Tensor) -> Tensor:
-    """Return what is added to the scores of a pass before which there are no tokens, or which is
-    over one. [T, T].
-    """
-    count = query.shape[2]
-    return torch.full((count, count), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
 
 
 def padded(prompts: Sequence[Sequence[int]], pad_token: int) -> tuple[Tensor, Tensor]:
@@ -332,7 +155,7 @@ def decode(
     Returns tokens and log-probs, [B, longest] each on the CPU; after its end a row holds
     meaningless ones.
     """
-    shown = images or [None] * len(prompts)
+    shown = images if images else [None] * len(prompts)
     places: dict[tuple[tuple[int, ...], PromptImages | None], int] = {}
     of_prompt = [
         places.setdefault((tuple(prompt), of), len(places))
@@ -404,7 +227,7 @@ def use_decoding(model: PreTrainedModel) -> bool:
     ]
     expected = torch.stack(plain, dim=1)
     try:
-        model.set_attn_implementation(attention_of_text(model, _PROBE))
+        model.set_attn_implementation(attention_of_text(model, PROBE))
         Decoder(model, [row[:-1] for row in rows], pad_token=0).logits()
         model.set_attn_implementation(attention_of_text(model, DECODING))
         decoder = Decoder(model, [row[:-1] for row in rows], pad_token=0)
@@ -443,7 +266,7 @@ def attention_of_text(model: PreTrainedModel, attention: str | None) -> Any:
     config = model.config
     text = config.get_text_config()
     if text is config:
-        return attention or config._attn_implementation
+        return attention if attention else config._attn_implementation
     parts = {name: getattr(config, name) for name in config.sub_configs}
     return {
         name: attention if attention and part is text else part._attn_implementation

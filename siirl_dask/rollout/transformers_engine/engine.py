@@ -24,6 +24,7 @@ from siirl_dask.models.loading import load_pretrained, model_class, refused_by_n
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.routing import Routing
 from siirl_dask.rollout.base_weights import BaseWeights, MergesAdapters
+from siirl_dask.rollout.continued_rows import ContinuedRow
 from siirl_dask.rollout.engine import (
     FinishReason,
     Generation,
@@ -40,7 +41,6 @@ from siirl_dask.rollout.image_prompts import PromptImageReader
 from siirl_dask.rollout.specs import alternatives
 from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
-from siirl_dask.rollout.transformers_engine.continued_rows import ContinuedRow
 from siirl_dask.rollout.transformers_engine.decode_graphs import decode_graphs
 from siirl_dask.rollout.transformers_engine.decoding import decode, use_decoding
 from siirl_dask.rollout.transformers_engine.draft_decoding import ChooseAt, decode_with_drafts
@@ -167,7 +167,7 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         is left of its rows is another.
         """
         rows = [ContinuedRow(request) for request in requests]
-        while under_way := [row for row in rows if row.reason is None]:
+        while under_way := [row for row in rows if not row.finished]:
             while weights.arrived():
                 weights.load()
             rest = [row.rest() for row in under_way]
@@ -238,7 +238,6 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
                 on_tokens(drawn)
             return drawn, logprobs
 
-        given = self._model, prompts, limits, ends, self._pad_token, choose
         shown = () if self._reader is None else self._reader.read(requests)
         if self._draft_tokens and on_tokens is None and not any(shown):
             drawn_rows, scores = self._with_drafts(requests, ends, choose, cut)
@@ -248,13 +247,32 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
             ]
         if self._decodes:
             tokens, logprobs = decode(
-                *given, images=shown, recorder=self._recorder, graphs=self._graphs, cut=cut
+                self._model,
+                prompts,
+                limits,
+                ends,
+                pad_token=self._pad_token,
+                choose=choose,
+                images=shown,
+                recorder=self._recorder,
+                graphs=self._graphs,
+                cut=cut,
             )
         else:
-            tokens, logprobs = generate(*given, cut=cut)
+            tokens, logprobs = generate(
+                self._model,
+                prompts,
+                limits,
+                ends,
+                pad_token=self._pad_token,
+                choose=choose,
+                cut=cut,
+            )
         samples = [
-            self._cut(*row, ends)
-            for row in zip(tokens.tolist(), logprobs.tolist(), limits, strict=True)
+            self._cut(row, logprobs_of_row, limit, ends)
+            for row, logprobs_of_row, limit in zip(
+                tokens.tolist(), logprobs.tolist(), limits, strict=True
+            )
         ]
         if self._recorder is None:
             return samples

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from siirl_storage import StorageError, open_fs
-from siirl_storage.files import list_files
+from siirl_storage import StorageError, list_files, open_fs
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.runs.absent import hint_if_absent

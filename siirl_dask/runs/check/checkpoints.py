@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from siirl_storage import join, open_fs
 
 from siirl_dask.errors import CheckpointError, ConfigError, DataError, counted
+from siirl_dask.observe import SUMMARY_FILE as SUMMARY
 from siirl_dask.observe import Status, read_summary
-from siirl_dask.observe.summary import SUMMARY_FILE as SUMMARY
 from siirl_dask.runs.check.finding import PartState, RunFinding
 from siirl_dask.runs.checkpoints import FOLDER, Checkpoint, damage_of, find_checkpoints
 from siirl_dask.runs.commit_record import NAME

@@ -12,12 +12,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from siirl_dask.coordinator.stored_rows import step_name
 from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.observe import Status, read_metrics, read_summary
 from siirl_dask.planner import Phase
 from siirl_dask.runs.checkpoints import committed
 from siirl_dask.runs.identity_file import IdentityFile, read_identity_file, read_retention
+from siirl_dask.tables import step_name
 
 _RECORD = re.compile(r"([\w-]+)/step=(\d{6,})/_parts-\d{4,}\.json", re.ASCII)
 

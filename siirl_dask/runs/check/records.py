@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-from siirl_storage import join, open_fs
-from siirl_storage.digests import FileDigest
+from siirl_storage import FileDigest, join, open_fs
 
 from siirl_dask.errors import ConfigError, DataError, counted
-from siirl_dask.observe import Status, damaged_lines, read_metrics, read_summary
-from siirl_dask.observe.summary import summary_altered
+from siirl_dask.observe import Status, damaged_lines, read_metrics, read_summary, summary_altered
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt_folder import FOLDER as ATTEMPTS
 from siirl_dask.runs.check.finding import PartState, RunFinding

@@ -9,19 +9,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from fsspec import AbstractFileSystem
-from siirl_storage import CorruptPart, Part, StorageError, TooLarge, parse_part_name
-from siirl_storage.committed import by_folder, is_numbered, newest_parts, newest_record, record_name
-from siirl_storage.digests import digest_file
-from siirl_storage.files import at, list_files
-from siirl_storage.formats import read_footer
+from siirl_storage import (
+    CorruptPart,
+    Part,
+    StorageError,
+    TooLarge,
+    by_folder,
+    digest_file,
+    list_files,
+    newest_parts,
+    newest_record,
+    parse_part_name,
+    read_footer,
+    read_rows,
+)
+from siirl_storage.committed import is_numbered, record_name
+from siirl_storage.files import at
 from siirl_storage.parts import complete_names
-from siirl_storage.reading import read_rows
 
-from siirl_dask.coordinator.stored_rows import step_of
 from siirl_dask.errors import counted
-from siirl_dask.planner.node import STAGES, TRACE
+from siirl_dask.planner import STAGES, TRACE
 from siirl_dask.runs.check.finding import PartState, RunFinding
 from siirl_dask.runs.stages import SPENT, misplaced
+from siirl_dask.tables import step_of
 
 _READERS = 4
 _ALWAYS_AGAIN = "test"  # a resume ends with a test of its own

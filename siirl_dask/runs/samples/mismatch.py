@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
-from siirl_storage import CorruptPart
-from siirl_storage.files import full_name, open_input
+from siirl_storage import CorruptPart, full_name, open_input
 from siirl_storage.formats import damage
 
 from siirl_dask.errors import DataError

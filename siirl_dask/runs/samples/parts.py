@@ -9,15 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pyarrow as pa
-from siirl_storage import StorageError, join, open_fs
-from siirl_storage.formats import read_footer
-from siirl_storage.reading import read_rows
+from siirl_storage import StorageError, join, open_fs, read_footer, read_rows
 
-from siirl_dask.coordinator.decoding import plain
 from siirl_dask.errors import DataError
 from siirl_dask.runs.absent import hint_if_absent
 from siirl_dask.runs.samples.rollouts import TABLE, saved_steps
 from siirl_dask.schema import decoded
+from siirl_dask.tables import decoded_column
 
 STEP = "step"
 """int64. The step of a row, which the name of its folder says."""
@@ -58,7 +56,7 @@ class SamplePart:
         table = table.replace_schema_metadata(None)
         table = table.append_column(STEP, pa.array([self.step] * table.num_rows, pa.int64()))
         columns = [
-            plain(table[field.name]).cast(field.type)
+            decoded_column(table[field.name]).cast(field.type)
             if field.name in table.column_names
             else pa.chunked_array([pa.nulls(table.num_rows, field.type)])
             for field in schema

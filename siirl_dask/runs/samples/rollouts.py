@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 from fsspec import AbstractFileSystem
-from siirl_storage import StorageError, join, open_fs
-from siirl_storage.committed import by_folder, newest_parts, whole_folders
+from siirl_storage import StorageError, by_folder, join, list_files, newest_parts, open_fs
+from siirl_storage.committed import whole_folders
 from siirl_storage.exact_names import confine, make_known, sql_list
-from siirl_storage.files import at, list_files
+from siirl_storage.files import at
 from siirl_storage.formats import read_footer
 
-from siirl_dask.coordinator.stored_rows import step_name, step_of
 from siirl_dask.errors import DataError, SiirlError, counted, did_you_mean
 from siirl_dask.runs.absent import hint_if_absent
+from siirl_dask.tables import step_name, step_of
 
 if TYPE_CHECKING:
     import duckdb

@@ -22,9 +22,8 @@ from typing import IO, Any, cast
 
 import torch
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import open_fs, retry
-from siirl_storage.digests import DigestingStream, FileDigest
-from siirl_storage.files import full_disk_named, is_full
+from siirl_storage import FileDigest, full_disk_named, is_full, open_fs, retry
+from siirl_storage.digests import DigestingStream
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import filesystem, metadata

@@ -55,7 +55,9 @@ class LayerSizes:
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer is a mixture of experts."""
-        return self.mixture is not None and layer not in self.mixture.dense_layers
+        if self.mixture is None:
+            return False
+        return layer not in self.mixture.dense_layers
 
 
 def sizes_of(config: Mapping[str, Any], path: str) -> LayerSizes:

@@ -20,7 +20,14 @@ from siirl_dask.training.megatron.replica import Built, Replica
 from siirl_dask.training.model.replay import with_routes
 from siirl_dask.training.packing import MicroBatch
 from siirl_dask.training.parallel.dtensor import copy_state
-from siirl_dask.training.trainer import OnNonFinite, PackedRows, TokenScores, TrainBatch, ValueBatch
+from siirl_dask.training.trainer import (
+    OnNonFinite,
+    PackedRows,
+    ScoresOnly,
+    TokenScores,
+    TrainBatch,
+    ValueBatch,
+)
 
 Waiting = Callable[[], AbstractContextManager[object]]
 
@@ -69,7 +76,7 @@ class _Scoring(HoldsNoGroups):
         return self._replica.weights.sharded(self._replica.weights.parameters)
 
 
-class MegatronReference(_Scoring):
+class MegatronReference(_Scoring, ScoresOnly):
     """A Trainer that scores and never learns."""
 
     def __init__(self, built: Built, *, temperature: float) -> None:
@@ -78,25 +85,6 @@ class MegatronReference(_Scoring):
     def logprobs(self, rows: PackedRows) -> TokenScores:
         """Score the response tokens under the current weights, without gradient."""
         return TokenScores(*self._replica.score(with_routes(rows, None)))
-
-    def base_logprobs(self, rows: PackedRows) -> TokenScores:
-        """Score like ``logprobs``: a reference's weights never change."""
-        return self.logprobs(rows)
-
-    def average_logprobs(self, rows: PackedRows) -> TokenScores:
-        raise TypeError("a reference has no moving averages: give the node the role of a policy")
-
-    def update(
-        self,
-        batches: Sequence[TrainBatch],
-        loss_fn: LossFn,
-        aggregate: Aggregation = token_mean,
-        on_nonfinite: OnNonFinite | None = None,
-    ) -> dict[str, float]:
-        raise TypeError(
-            "a reference does not learn: build the role with build_trainer instead of "
-            "build_reference"
-        )
 
 
 class _Learning(_Scoring):

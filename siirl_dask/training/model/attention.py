@@ -71,9 +71,13 @@ def packed_attention(
     if packing.shared is not None:
         query, key, value = packing.shared.spread([query, key, value])
     dtype = accelerator.arithmetic_dtype(query)
-    plain = softcap is None and s_aux is None
     kernel = kernel_of(
-        query.device, dtype, query.shape[-1], value.shape[-1], packing.library, plain=plain
+        query.device,
+        dtype,
+        query.shape[-1],
+        value.shape[-1],
+        packing.library,
+        plain=softcap is None and s_aux is None,
     )
     if kernel is not None:
         query, key, value = (each.to(dtype) for each in (query, key, value))
@@ -143,7 +147,7 @@ def _attend_rows(
     """Attend within all rows by torch_npu. [1, H, T, D], [1, H_kv, T, D] twice -> [T, H, D]."""
     q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return fused.attend_rows(q, k, v, ends_on_host(packing.runs), scale, window)
+    return fused.attend_rows(q, k, v, ends=ends_on_host(packing.runs), scale=scale, window=window)
 
 
 def _ends(packing: Packing, query: Tensor) -> Tensor:
@@ -212,7 +216,7 @@ def _rows(packed: Tensor, count: int, length: int) -> Tensor:
 def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
     """Attend within rows of one length L. [n, H, L, D], [n, H_kv, L, D] twice -> [n, L, H, D]."""
     length = query.shape[2]
-    plain = scores.softcap is None and scores.sinks is None
+    plain = all(each is None for each in (scores.softcap, scores.sinks))
     window = length if scores.window is None else min(scores.window, length)
     if plain and window == length:
         return _sdpa(query, key, value, None, scores.scaling)

@@ -71,10 +71,12 @@ def kernel_of(
     if library == TORCH:
         return None
     if library == PLUGIN:
-        fits = plain and fused.takes_attention(dtype, width, value_width)
-        name = PluginKernel().name if fits else _SDPA
+        kernel = None
+        if plain and fused.takes_attention(dtype, width, value_width):
+            kernel = PluginKernel()
+        name = _SDPA if kernel is None else kernel.name
         logger.info("packed attention on %s, %s, is computed by %s", device, heads, name)
-        return PluginKernel() if fits else None
+        return kernel
     chosen = _on_gpu(
         device,
         dtype,
@@ -123,8 +125,9 @@ def takes_varlen(dtype: torch.dtype, width: int, value_width: int) -> bool:
     torch's is compiled for bfloat16 and float16, heads of width 32, 64, 96 .. 256, and values as
     wide.
     """
-    fits = width == value_width and width % 32 == 0 and 0 < width <= 256
-    return dtype in (torch.bfloat16, torch.float16) and fits
+    if dtype not in (torch.bfloat16, torch.float16) or width != value_width:
+        return False
+    return width in range(32, 257, 32)
 
 
 def _flex_for(

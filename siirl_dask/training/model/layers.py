@@ -43,10 +43,10 @@ def narrow_hidden_states(modules: Iterable[Any]) -> None:
     """
     for module in modules:
         own = [*module.parameters(recurse=False)]
-        scales = bool(own) and all(parameter.ndim == 1 for parameter in own)  # or shifts: a norm
-        if scales or isinstance(module, nn.Embedding):
+        dimensions = {parameter.ndim for parameter in own}
+        if dimensions == {1} or isinstance(module, nn.Embedding):  # scales and shifts: a norm
             module.register_forward_hook(_narrow_output)
-        elif any(parameter.ndim == 3 for parameter in own):  # a matrix for each expert
+        elif 3 in dimensions:  # a matrix for each expert
             module.forward = partial(_with_narrow_weights, module, module.forward)
         elif hasattr(module, "cast_input_dtype_enabled"):
             # peft's layers would make their input float32

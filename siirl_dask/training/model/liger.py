@@ -193,13 +193,16 @@ def is_norm(module: nn.Module) -> bool:
     """Return whether it computes ``weight * x / rms(x)``; norms with another formula have no
     ``variance_epsilon``.
     """
-    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+    if not type(module).__name__.endswith("RMSNorm"):
+        return False
+    return hasattr(module, "variance_epsilon")
 
 
 def is_feed_forward(module: nn.Module) -> bool:
     """Return whether it computes ``down(silu(gate(x)) * up(x))``."""
-    has_all = all(hasattr(module, name) for name in _PROJECTIONS)
-    return has_all and type(module.act_fn).__name__ in _SILU
+    if not all(hasattr(module, name) for name in _PROJECTIONS):
+        return False
+    return type(module.act_fn).__name__ in _SILU
 
 
 def _norm(module: Any, kernel: Callable[..., Tensor], hidden: Tensor) -> Tensor:

@@ -44,9 +44,10 @@ def token_logprobs(
     probabilities carry none. ``rows`` of the head make a block; None: as many as the device has
     room for.
     """
-    rows = rows or logits_rows(
-        len(targets), hidden.shape[1], len(weight), on_cpu=hidden.device.type == "cpu"
-    )
+    if not rows:
+        rows = logits_rows(
+            len(targets), hidden.shape[1], len(weight), on_cpu=hidden.device.type == "cpu"
+        )
     head_dtype = hidden.dtype
     if float32:
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))

@@ -166,7 +166,7 @@ def first_values(name: str, shape: Sequence[int]) -> Tensor:
     Kaiming-uniform as in peft. The seed depends on the name alone, so every rank, backend and start
     draws the same.
     """
-    values = torch.zeros(*shape)
+    values = torch.zeros(tuple(shape))
     if name.endswith(A):
         seed = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")
         nn.init.kaiming_uniform_(values, a=sqrt(5), generator=torch.Generator().manual_seed(seed))

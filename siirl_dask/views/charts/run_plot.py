@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from siirl_storage import open_fs, write_atomic
 
-from siirl_dask.observe.metrics import Record, read_metrics
+from siirl_dask.observe import Record, read_metrics
 from siirl_dask.views.charts.colours import COLOURS, class_of
 from siirl_dask.views.charts.colours import rules as colour_rules
 from siirl_dask.views.charts.curves import ENTROPY, REWARD, VALIDATION, Panel, curves

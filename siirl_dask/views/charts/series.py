@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 
-from siirl_dask.observe.metrics import Record
+from siirl_dask.observe import Record
 from siirl_dask.planner import Phase
 from siirl_dask.views.charts.headlines import SECONDS
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-__all__ = ["dask_setup"]
+__all__ = ["dask_setup", "plugin", "served"]
 
 
 async def dask_setup(scheduler: Scheduler) -> None:

@@ -14,7 +14,7 @@ from bokeh.models.glyphs import MultiLine, Patches, Scatter
 from bokeh.models.widgets import Div, Select
 from bokeh.plotting import figure
 
-from siirl_dask.observe.metrics import Record
+from siirl_dask.observe import Record
 from siirl_dask.views.charts.curves import PANELS, REWARD, Line, Panel, curves, other_metrics
 from siirl_dask.views.charts.series import Curve
 from siirl_dask.views.dashboard.style import LINES, TEXTS, WIDGETS, grid, hover_over, plot

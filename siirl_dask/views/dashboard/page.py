@@ -13,8 +13,7 @@ from typing import Any
 
 from bokeh.events import ButtonClick
 
-from siirl_dask.observe.metrics import Record
-from siirl_dask.observe.summary import Summary, read_summary
+from siirl_dask.observe import Record, Summary, read_summary
 from siirl_dask.observe.trace.bottleneck import Bottleneck, find_bottleneck
 from siirl_dask.observe.trace.trace_table import in_order
 from siirl_dask.observe.trace.transfers import Transfers, transfers

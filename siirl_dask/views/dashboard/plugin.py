@@ -1,6 +1,6 @@
 """Puts the page on a scheduler that runs, and takes what drivers and workers tell.
 
-Dask has no public way to add a page to a dashboard that is up: see ``siirl_dask.comms.dask_internals``.
+Dask has no public way to add a page to a dashboard that is up: see ``siirl_dask.dask_internals``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import dask
 from distributed import SchedulerPlugin
 from tornado.ioloop import IOLoop
 
-from siirl_dask.comms.dask_internals import (
+from siirl_dask.dask_internals import (
     add_dashboard_page,
     add_handlers,
     dashboards_of,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from siirl_dask.observe.metrics import Record
+from siirl_dask.observe import Record
 from siirl_dask.planner import Phase
 
 

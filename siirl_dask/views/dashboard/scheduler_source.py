@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from siirl_dask.comms.dask_internals import heartbeat_seconds, plugins_of
+from siirl_dask.dask_internals import heartbeat_seconds, plugins_of
 from siirl_dask.views.dashboard.source import Pulses
 from siirl_dask.views.dashboard.store import LiveRun, RunStore
 from siirl_dask.views.dashboard.workers_panel import WorkerState

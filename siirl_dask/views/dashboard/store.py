@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from siirl_dask.observe.metrics import MEASURED, Record
-from siirl_dask.observe.summary import Slowest, Status, Summary
+from siirl_dask.observe import MEASURED, Record, Slowest, Status, Summary
 from siirl_dask.planner import Phase
 from siirl_dask.views.dashboard.live import Live
 from siirl_dask.views.dashboard.reader import Reader

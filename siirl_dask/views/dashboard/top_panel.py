@@ -11,11 +11,8 @@ from typing import Any
 from bokeh.layouts import row
 from bokeh.models.widgets import Button, Div, MultiChoice, Select
 
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import counted
-from siirl_dask.observe.drift import Drift
-from siirl_dask.observe.metrics import Record
-from siirl_dask.observe.summary import Status
+from siirl_dask.observe import Drift, Record, Status
 from siirl_dask.observe.trace.bottleneck import Bottleneck
 from siirl_dask.planner import Phase
 from siirl_dask.views.charts.figures import duration, number
@@ -24,6 +21,7 @@ from siirl_dask.views.charts.sparkline import sparkline
 from siirl_dask.views.dashboard.records import latest
 from siirl_dask.views.dashboard.store import LiveRun, RunEnding
 from siirl_dask.views.dashboard.style import TEXTS, WIDGETS, echo
+from siirl_dask.wording import redacted
 
 _EVEN = 1.1  # times the others' median: what is less is no news
 _ENDS = 5  # steps at each end of a run, whose mean rewards are compared

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from siirl_dask.planner.chain import (
+from siirl_dask.planner import (
     Chain,
     Edge,
+    Estimate,
     Link,
     LoadPrompts,
     Plan,
@@ -18,9 +19,10 @@ from siirl_dask.planner.chain import (
     SaveState,
     Send,
     Stream,
+    TableSizes,
+    dag_to_spec,
+    estimate,
 )
-from siirl_dask.planner.explain.sizes import Estimate, TableSizes, estimate
-from siirl_dask.planner.spec.dag_spec import dag_to_spec
 from siirl_dask.schema import IDENTITY
 
 

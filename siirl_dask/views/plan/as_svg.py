@@ -7,13 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from siirl_dask.planner.chain import Edge, Plan
-from siirl_dask.planner.explain.sizes import Estimate, TableSizes, estimate
-from siirl_dask.planner.explain.tables import readable_bytes, short_name, worker_ranges
+from siirl_dask.planner import Edge, Estimate, Plan, TableSizes, estimate, short_name
 from siirl_dask.schema import IDENTITY
 from siirl_dask.views.charts.colours import COLOURS, tint
 from siirl_dask.views.charts.layers import Spacing, lay_out
 from siirl_dask.views.html_page import safe
+from siirl_dask.wording import readable_bytes, worker_ranges
 
 _DOWN = 60  # between layers, in px as all lengths here
 _SPACING = Spacing(box=220, high=58, bend=40, apart=60)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from siirl_dask.errors import counted
-from siirl_dask.planner.chain import (
+from siirl_dask.planner import (
     Chain,
     Edge,
+    Estimate,
     LoadPrompts,
+    NodeColumns,
     Plan,
     Recv,
     Restore,
@@ -17,19 +19,13 @@ from siirl_dask.planner.chain import (
     SaveState,
     Send,
     Stream,
-)
-from siirl_dask.planner.column_flow import NodeColumns
-from siirl_dask.planner.explain.sizes import Estimate, TableSizes, estimate
-from siirl_dask.planner.explain.tables import (
-    LEAST,
-    PACKAGE,
-    readable_bytes,
+    TableSizes,
+    estimate,
     short_name,
-    steps_behind,
-    table,
-    worker_ranges,
 )
+from siirl_dask.planner.spec.names import PACKAGE
 from siirl_dask.schema import IDENTITY
+from siirl_dask.wording import LEAST, readable_bytes, steps_behind, table, worker_ranges
 
 
 def describe(plan: Plan, sizes: TableSizes) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 
 from siirl_dask.config import Config
 from siirl_dask.config.file.layers import config_keys
-from siirl_dask.config.secrets import redacted
-from siirl_dask.planner.spec.names import canonical
+from siirl_dask.planner import canonical
 from siirl_dask.runs.folder import RunIdentity
 from siirl_dask.views.report.gather import RunFacts
+from siirl_dask.wording import redacted
 
 _LONGEST = 300  # characters of a value
 

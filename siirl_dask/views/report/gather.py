@@ -13,10 +13,9 @@ from typing import Any
 from siirl_storage import StorageError
 
 from siirl_dask.config import Config
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, DataError, SiirlError
-from siirl_dask.observe.metrics import Record, read_attempts
-from siirl_dask.observe.summary import Summary
+from siirl_dask.observe import Record, Summary
+from siirl_dask.observe.metrics import read_attempts
 from siirl_dask.observe.trace.bottleneck import Bottleneck, find_bottleneck
 from siirl_dask.observe.trace.measured import Measured, measure, usual_step
 from siirl_dask.observe.trace.trace_table import TraceSpan
@@ -29,6 +28,7 @@ from siirl_dask.runs.samples.prompt_images import StoredPromptImages
 from siirl_dask.runs.samples.rollouts import open_rollouts
 from siirl_dask.runs.trace import read_recent
 from siirl_dask.views.samples.answer import summary as changes_in_words
+from siirl_dask.wording import redacted
 
 _STARTS = 100
 _PAIRS = 6  # validation prompts

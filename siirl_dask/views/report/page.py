@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from siirl_dask import __version__
-from siirl_dask.config.secrets import redacted
 from siirl_dask.views.charts.colours import class_of
 from siirl_dask.views.charts.figures import duration, number
 from siirl_dask.views.charts.line_chart import MOST_POINTS
@@ -16,6 +15,7 @@ from siirl_dask.views.report.curves import headline_charts, other_charts
 from siirl_dask.views.report.gather import RunFacts
 from siirl_dask.views.report.run_parts import failures, movement, picture, samples, timing
 from siirl_dask.views.report.style import STYLE
+from siirl_dask.wording import redacted
 
 _CHANGES = 40  # of a DAG
 

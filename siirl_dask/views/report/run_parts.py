@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from siirl_dask.config.secrets import redacted
 from siirl_dask.observe.trace.bottleneck import Bottleneck, WorkerTime, longest_wait, moving_share
 from siirl_dask.planner import Phase
 from siirl_dask.trace import Lane
@@ -18,6 +17,7 @@ from siirl_dask.views.report.gather import RunFacts, Samples
 from siirl_dask.views.report.timeline import draw_timeline
 from siirl_dask.views.samples.answer import conversation, headings, lineage, reward_parts, speaker
 from siirl_dask.views.samples.sample_html import pictures_as_html
+from siirl_dask.wording import redacted
 
 _WORKERS = 32
 _NODES = 20

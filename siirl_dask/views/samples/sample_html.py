@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from siirl_dask.observe.console import printable
+from siirl_dask.observe import printable
 from siirl_dask.runs.samples.prompt_images import PICTURES
 
 _FULL = 0.5  # difference of log-probs that has the full colour: a ratio of 1.65

@@ -15,11 +15,9 @@ from typing import Any
 
 from siirl_storage import StorageError
 
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, DataError
-from siirl_dask.observe.metrics import Record
+from siirl_dask.observe import Record, Slowest, Summary
 from siirl_dask.observe.progress import Pace
-from siirl_dask.observe.summary import Slowest, Summary
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import RunStart, newest_start
 from siirl_dask.runs.glance import glance
@@ -35,6 +33,7 @@ from siirl_dask.runs.trace import (
 from siirl_dask.views.charts.headlines import SECONDS
 from siirl_dask.views.charts.series import series_of
 from siirl_dask.views.watch.metrics_tail import MetricsTail
+from siirl_dask.wording import redacted
 
 _SAMPLES = 3
 _PAUSE = 10.0  # seconds between two looks at tables

@@ -10,7 +10,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import counted
 from siirl_dask.observe import Status, printable
 from siirl_dask.observe.progress import time_left
@@ -22,6 +21,7 @@ from siirl_dask.views.charts.series import series_of
 from siirl_dask.views.charts.sparkline import sparkline
 from siirl_dask.views.table_width import GAP, table_width
 from siirl_dask.views.watch.look import Life, Look
+from siirl_dask.wording import redacted
 
 _CURVE = (10, 60)  # characters of a curve
 _TEXT = 60  # characters of a prompt or a response

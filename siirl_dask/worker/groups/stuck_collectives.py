@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from siirl_dask import collectives
@@ -39,6 +41,16 @@ def end_collectives(epolls: Collection[int]) -> None:
         collectives.abort_device_groups()
     finally:
         shut_down_connections(epolls)
+
+
+def end_in_thread(
+    epolls: Collection[int], if_inside: Callable[[Callable[[], object]], None]
+) -> None:
+    """Begin ``end_collectives`` where ``if_inside`` calls it, in a thread: nccl takes a while to
+    abort.
+    """
+    end = partial(if_inside, partial(end_collectives, epolls))
+    threading.Thread(target=end, name="end-collectives", daemon=True).start()
 
 
 def shut_down_connections(epolls: Collection[int]) -> int:

@@ -78,7 +78,7 @@ def cores_of_worker(
     may use, by ``neighbours``, the number of workers at its address. A container's quota is divided
     by that as well. To be called before the process is bound.
     """
-    from siirl_dask.comms.dask_internals import cpu_count  # topologies are read without Dask, too
+    from siirl_dask.dask_internals import cpu_count  # topologies are read without Dask, too
 
     usable = given_cpus()
     near = _near(visible_to[worker], devices[worker])

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from siirl_dask.comms.dask_internals import clock_offset, heartbeat_metrics
 from siirl_dask.context import Device
+from siirl_dask.dask_internals import clock_offset, heartbeat_metrics
 from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.monitoring.tracing import Tracing
 from siirl_dask.worker.monitoring.work import SUFFIX, Work

@@ -20,9 +20,9 @@ from siirl_storage import open_fs, write_atomic
 
 from siirl_dask.config import ProfileConfig
 from siirl_dask.context import Device, Rank
-from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.devices.profiler import Profiler, make_profiler
 from siirl_dask.planner import Iteration, Node, Phase
+from siirl_dask.tables import step_folder
 
 logger = logging.getLogger("siirl_dask.worker")
 FOLDER = "profile"

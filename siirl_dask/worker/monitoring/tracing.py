@@ -14,10 +14,9 @@ from contextlib import contextmanager
 
 from siirl_storage import stage_part
 
-from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.observe.trace.trace_table import trace_table
-from siirl_dask.planner import Iteration
-from siirl_dask.planner.node import TRACE
+from siirl_dask.planner import TRACE, Iteration
+from siirl_dask.tables import step_folder
 from siirl_dask.trace import Entry, Recorder
 from siirl_dask.worker.monitoring.clock import ClockOffset, clock_id
 from siirl_dask.worker.run_spec import RunSpec

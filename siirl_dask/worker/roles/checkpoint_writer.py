@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from siirl_storage.digests import FileDigest
+from siirl_storage import FileDigest
 
 from siirl_dask.errors import CheckpointError
 from siirl_dask.planner import Iteration

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 from siirl_dask.context import Device, Rank, Sleeps, StandIn, memory_of
-from siirl_dask.planner import Role, RoleCost, builds
-from siirl_dask.planner.role_contract import provides_of, specs_of
+from siirl_dask.planner import Role, RoleCost, builds, provides_of, specs_of
 from siirl_dask.worker.roles.role_state import (
     ResumeFrom,
     RoleStates,

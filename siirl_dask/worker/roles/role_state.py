@@ -17,8 +17,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-from siirl_storage import join
-from siirl_storage.digests import FileDigest
+from siirl_storage import FileDigest, join
 
 from siirl_dask.context import Closes, Device, DeviceKind, Rank, Sleeps
 from siirl_dask.errors import CheckpointError, RunError

@@ -10,8 +10,8 @@ from siirl_dask.coordinator.layout.balance import (
     balance_in_place,
     balance_minibatches,
     row_costs,
-    split,
 )
+from siirl_dask.tables import split
 
 sizes = st.lists(st.integers(0, 10_000), max_size=200)
 owners = st.integers(1, 12)

@@ -18,7 +18,6 @@ from siirl_dask.comms.wire import Frame
 from siirl_dask.coordinator.databuffer.limits import Allowance, Traffic
 from siirl_dask.coordinator.databuffer.ragged import element_width
 from siirl_dask.coordinator.databuffer.row_lengths import MAX_ROW_ELEMENTS
-from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.messages import (
     Op,
     Reply,
@@ -29,6 +28,7 @@ from siirl_dask.coordinator.transport.messages import (
 )
 from siirl_dask.errors import PeerError, SiirlError
 from siirl_dask.planner import Edge
+from siirl_dask.tables import Ints
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _MAX_ROWS = 2**20  # rows in a message: a peer that sends more of them, all empty, is refused

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import OrderedDict
 
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import SiirlError
 from siirl_dask.runs.reader import Run
 from siirl_dask.runs.samples.token_texts import tokenizer_file
@@ -15,6 +14,7 @@ from siirl_dask.views.dashboard.records import thinned
 from siirl_dask.views.dashboard.source import Pulses
 from siirl_dask.views.dashboard.store import MOST_RECORDS, LiveRun, RunEnding, RunStore
 from siirl_dask.views.watch.look import Life, Look, Watcher
+from siirl_dask.wording import redacted
 
 _EVERY = 2.0  # seconds between two looks at a run that goes on
 _SELDOM = 30.0  # at one that is over: it may be resumed

@@ -8,13 +8,13 @@ from urllib.parse import urlencode
 
 from siirl_storage import StorageError, join, open_fs
 
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, DataError, SiirlError
-from siirl_dask.observe.summary import Summary, read_summary
+from siirl_dask.observe import Summary, read_summary
 from siirl_dask.runs.attempt import RunStart, newest_start
 from siirl_dask.runs.folder import CONFIG_FILE
 from siirl_dask.views.charts.figures import duration, number
 from siirl_dask.views.html_page import html_page, safe, table
+from siirl_dask.wording import redacted
 
 MOST_COMPARED = 16
 _MOST_RUNS = 200

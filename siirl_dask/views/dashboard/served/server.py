@@ -24,7 +24,6 @@ from tornado.httpserver import HTTPServer
 from tornado.ioloop import IOLoop
 from tornado.web import HTTPError, RequestHandler
 
-from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, SiirlError
 from siirl_dask.runs.reader import is_run
 from siirl_dask.views.dashboard.origins import refuse_other_sites
@@ -40,6 +39,7 @@ from siirl_dask.views.dashboard.served.store_threads import StoreThreads
 from siirl_dask.views.dashboard.style import SERVED_TEMPLATE
 from siirl_dask.views.report.gather import gather
 from siirl_dask.views.report.page import page as report_page
+from siirl_dask.wording import redacted
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY_ADDRESS = ("0.0.0.0", "::")

@@ -1,0 +1,85 @@
+"""Asks the servers that a configuration generates with what an engine asks them at its start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from siirl_dask.config import Config, Engine, ModelConfig, RolloutConfig
+from siirl_dask.errors import ConfigError, SiirlError
+from siirl_dask.rollout.server_engine.connection import Server, ServerFacts
+from siirl_dask.rollout.server_engine.engine import check_server
+from siirl_dask.rollout.vllm_engine.row_parameters import logprobs_mode
+
+_PATIENCE = 5.0  # seconds for a server's answer; a run waits for rollout.server.patience
+_START = (
+    "start it by python -m siirl_dask.rollout.server_engine.serve MODEL, on an address that this "
+    "machine and the workers reach, or correct rollout.server.urls (docs/engines.md)"
+)
+_OTHERS = "start it with other options, or change the key (docs/engines.md)"
+
+
+@dataclass(frozen=True, slots=True)
+class ExaminedServer:
+    """What is known of a server."""
+
+    url: str
+    said: str
+    """What it is, or what is wrong with it."""
+    cure: str = ""
+    """What to do; empty where nothing is wrong."""
+
+
+def examine_servers(config: Config) -> list[ExaminedServer]:
+    """Return what each server of the configuration and its agents is; nothing where no engine
+    generates with servers. All are asked at once, and nothing is loaded.
+    """
+    return asyncio.run(_examine_all(config))
+
+
+async def _examine_all(config: Config) -> list[ExaminedServer]:
+    asked = [
+        asyncio.create_task(_examine(url, model, rollout))
+        for model, rollout in _engines(config)
+        for url in rollout.server.urls
+    ]
+    return [await finding for finding in asked]
+
+
+def _engines(config: Config) -> Iterator[tuple[ModelConfig, RolloutConfig]]:
+    """Yield model and options of each engine that generates with servers."""
+    users: list[tuple[ModelConfig, RolloutConfig]] = [
+        (agent.model, agent.rollout) for agent in config.agents.values()
+    ]
+    seen: set[tuple[str, ...]] = set()
+    for model, rollout in [(config.model, config.rollout), *users]:
+        urls = tuple(rollout.server.urls)
+        if rollout.engine == Engine.server and urls not in seen:
+            seen.add(urls)
+            yield model, rollout
+
+
+async def _examine(url: str, model: ModelConfig, rollout: RolloutConfig) -> ExaminedServer:
+    short = replace(rollout.server, timeout=_PATIENCE)
+    server = Server(url, short, 1, lambda: None)
+    try:
+        found = await server.examine(patiently=False)
+    except SiirlError as error:
+        return ExaminedServer(url, str(error).removeprefix(f"{url}: "), _START)
+    finally:
+        server.close()
+    try:
+        check_server(url, found, model, logprobs_mode(rollout))
+    except ConfigError as error:
+        said, _, cure = str(error).removeprefix(f"{url}: ").rpartition("; ")
+        return ExaminedServer(url, said, cure) if said else ExaminedServer(url, cure, _OTHERS)
+    return ExaminedServer(url, _described(found))
+
+
+def _described(found: ServerFacts) -> str:
+    device = "a CPU" if found.on_cpu else "a device"
+    return (
+        f"it has {found.model}, computes in {found.dtype} on {device}, takes {found.longest:,} "
+        f"tokens and reports {found.logprobs_mode}"
+    )

@@ -1,0 +1,155 @@
+"""Rooms have doors: what other rooms import of a room is what its ``__init__`` names in
+``__all__``.
+
+A name there is one that the ``__init__`` itself has, or a module of the room that stands open as a
+whole, such as ``accelerator`` of ``siirl_dask.devices``. A room inside a room has a door of its
+own. How many modules of a room stand open may only become less: each is one that a reader of
+another room has to know.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import ROOT, imported, modules, part_of, sources
+
+LOOKS_INSIDE = {"testing"}
+"""Rooms that may pass a door: a pool of workers in one process is made of what a worker is made
+of."""
+STORAGE = {"committed", "digests", "exact_names", "files", "formats", "parts", "reading"}
+"""Modules of siirl_storage that stand open; its ``__all__`` is for those who have it alone."""
+OPEN = {
+    "commands": 5,
+    "comms": 6,
+    "config": 5,
+    "coordinator": 12,
+    "datasets": 6,
+    "devices": 12,
+    "driver": 14,
+    "environments": 1,
+    "images": 8,
+    "models": 19,
+    "nodes": 4,
+    "observe": 11,
+    "planner": 11,
+    "recipes": 6,
+    "rewards": 3,
+    "rollout": 7,
+    "runs": 29,
+    "scheduler": 1,
+    "siirl_storage": 7,
+    "tables": 1,
+    "training": 10,
+    "views": 21,
+    "worker": 23,
+}
+"""Modules of each room that stand open, those of rooms inside it as well."""
+
+
+@cache
+def doors() -> dict[str, frozenset[str]]:
+    """What each room's ``__init__`` names in ``__all__``, rooms inside rooms as well."""
+    found = {}
+    for module, path in modules().items():
+        if path.name != "__init__.py":
+            continue
+        named: list[str] = []
+        for node in ast.parse(path.read_text()).body:
+            match node:
+                case ast.Assign([ast.Name("__all__")], value):
+                    named = ast.literal_eval(value)
+        found[module] = frozenset(named)
+    found["siirl_storage"] |= STORAGE
+    return found
+
+
+def open_modules(room: str) -> Iterator[str]:
+    """Full names of the modules of a room that stand open."""
+    there = modules()
+    for name in sorted(doors()[room]):
+        module = f"{room}.{name}"
+        if module not in there or name in exported(room):
+            continue
+        yield module
+        if module in doors():
+            yield from open_modules(module)
+
+
+@cache
+def exported(room: str) -> frozenset[str]:
+    """Functions and classes that a room's ``__init__`` has itself: one may have its module's
+    name.
+    """
+    names: set[str] = set()
+    for node in ast.parse(modules()[room].read_text()).body:
+        match node:
+            case ast.ImportFrom(names=aliases):
+                names |= {alias.asname or alias.name for alias in aliases}
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+    return frozenset(names)
+
+
+def closed_door(name: str) -> str | None:
+    """The room whose door an imported name passes by; None if it passes all of them."""
+    parts = name.split(".")
+    first = 1 if parts[0] == "siirl_storage" else 2
+    for end in range(first, len(parts)):
+        room = ".".join(parts[:end])
+        if room not in doors():
+            return None  # a module: all doors before it are passed
+        if parts[end] not in doors()[room]:
+            return room
+    return None
+
+
+@cache
+def rooms() -> list[str]:
+    return sorted(
+        name for name in doors() if name.count(".") == (name.split(".")[0] == "siirl_dask")
+    )
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_come_through_doors(path: Path) -> None:
+    own = part_of(path)
+    if own in LOOKS_INSIDE:
+        return
+    for line, name in imported(path):
+        target = name.split(".")
+        if target[0] not in ("siirl_dask", "siirl_storage"):
+            continue
+        room = target[0] if target[0] == "siirl_storage" else ".".join(target[:2])
+        if room not in doors() or room.split(".")[-1] == own:
+            continue
+        closed = closed_door(name)
+        assert closed is None, (
+            f"{path.relative_to(ROOT)}:{line} imports {name}, which {closed} does not name in "
+            "__all__: use what it names, move what you need to where it is used, or export the name"
+        )
+
+
+@pytest.mark.parametrize("room", [room.split(".")[-1] for room in rooms()])
+def test_no_more_modules_stand_open_than_before(room: str) -> None:
+    full = room if room == "siirl_storage" else f"siirl_dask.{room}"
+    found = list(open_modules(full))
+    limit = OPEN.get(room, 0)
+    assert len(found) <= limit, f"{room} has {len(found)} open modules, at most {limit}: {found}"
+    assert len(found) == limit, f"lower the number of open modules of {room} to {len(found)}"
+
+
+def test_no_module_stands_open_for_nobody() -> None:
+    used: set[str] = set()
+    for path in sources():
+        own = part_of(path)
+        for _, name in imported(path):
+            if name.split(".")[1:2] != [own] and not name.startswith(f"{own}."):
+                parts = name.split(".")
+                used |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    unused = {module for room in rooms() for module in open_modules(room) if module not in used}
+    assert unused == set(), "nothing outside imports them: close the door"
