@@ -20,7 +20,7 @@ from siirl_dask.planner import bind, contract_of, options_of, provides_of, resol
 from siirl_dask.runs.absent import hint_if_absent
 from siirl_dask.runs.checkpoints import committed
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, recorded_config
-from siirl_dask.runs.identity_file import relocation_of
+from siirl_dask.runs.identity_file import Relocation, relocation_of
 from siirl_dask.runs.samples.rollouts import query
 from siirl_dask.runs.samples.token_texts import decoder, tokenizer_file
 from siirl_dask.runs.samples.utterances import Decode
@@ -59,7 +59,7 @@ class Run:
         text = _read(self.url, CONFIG_FILE)
         if text is None:
             raise ConfigError(f"{self.url!r} holds no run: expected a folder with a {CONFIG_FILE}")
-        return recorded_config(text, self.url, overrides, relocation_of(self.url))
+        return recorded_config(text, self.url, overrides, self._moved())
 
     @property
     def dag(self) -> Mapping[str, Any]:
@@ -80,7 +80,7 @@ class Run:
             raise ConfigError(
                 f"{where} is not a run's DAG: {type(error).__name__}: {error}"
             ) from error
-        moved = relocation_of(self.url)
+        moved = self._moved()
         return dag if moved is None else moved.relocated(dag)
 
     @property
@@ -167,6 +167,12 @@ class Run:
                 "with --reward"
             ) from error
         return RunReward(options_of(scorer)["reward"], next(_scored_columns(spec, name), ()))
+
+    def _moved(self) -> Relocation | None:
+        try:
+            return relocation_of(self.url)
+        except ConfigError:
+            return None  # a damaged record: `check` names it, and all else of the run can be read
 
     def _records(self) -> Iterator[Record]:
         yield from read_metrics(self.url)

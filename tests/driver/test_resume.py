@@ -591,6 +591,10 @@ def test_a_run_that_was_renamed_finds_the_data_in_its_folder(tmp_path):
     config, dag = begun("after")
     assert find_resume_point(config, dag, fresh=False, force=False).done == 2
     assert Run(config.run.url).config.data.url == f"{tmp_path}/after/data"
+    (tmp_path / "after" / "identity.json").rename(tmp_path / "identity.json")
+    (tmp_path / "after" / "identity.json").write_text("{")
+    assert Run(config.run.url).config.run.steps, "a damaged record keeps nobody from the rest"
+    (tmp_path / "identity.json").rename(tmp_path / "after" / "identity.json")
     config, dag = config_and_dag(f"{tmp_path}/after", f"data.url={tmp_path}/other")
     with pytest.raises(
         ConfigError, match=rf"was at '{tmp_path}/before'\).* data\.url: .*before/data.* -> .*/other"
