@@ -22,8 +22,9 @@ import pyarrow.parquet as pq
 from siirl_storage import Part, Snapshot, create_table
 from siirl_storage.counting import Reads, count_reads
 
+from siirl_dask.coordinator import Dataset, Mixture, Source, opened
 from siirl_dask.coordinator.dataloader import Dataloader
-from siirl_dask.coordinator.source import Dataset, Mixture, Share, Source, opened
+from siirl_dask.coordinator.source import Share
 
 WORKERS = (1, 2, 4, 8)
 GROUPS, ROWS, PROMPT = 64, 512, 1024  # row groups, rows of each, bytes of a prompt

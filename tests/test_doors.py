@@ -26,19 +26,20 @@ STORAGE = {"committed", "digests", "exact_names", "files", "formats", "parts", "
 OPEN = {
     "commands": 5,
     "comms": 6,
-    "config": 5,
-    "coordinator": 12,
-    "datasets": 6,
-    "devices": 12,
+    "config": 3,
+    "coordinator": 11,
+    "datasets": 2,
+    "devices": 11,
     "driver": 14,
     "environments": 1,
+    "estimates": 9,
     "images": 8,
     "models": 19,
-    "nodes": 4,
-    "observe": 11,
-    "planner": 11,
+    "nodes": 3,
+    "observe": 8,
+    "planner": 9,
     "recipes": 6,
-    "rewards": 3,
+    "rewards": 2,
     "rollout": 7,
     "runs": 29,
     "scheduler": 1,
@@ -53,7 +54,7 @@ OPEN = {
 
 @cache
 def doors() -> dict[str, frozenset[str]]:
-    """What each room's ``__init__`` names in ``__all__``, rooms inside rooms as well."""
+    """Return what each room's ``__init__`` names in ``__all__``, also of rooms inside rooms."""
     found = {}
     for module, path in modules().items():
         if path.name != "__init__.py":
@@ -69,7 +70,7 @@ def doors() -> dict[str, frozenset[str]]:
 
 
 def open_modules(room: str) -> Iterator[str]:
-    """Full names of the modules of a room that stand open."""
+    """Yield the full names of the modules of a room that stand open."""
     there = modules()
     for name in sorted(doors()[room]):
         module = f"{room}.{name}"
@@ -82,7 +83,7 @@ def open_modules(room: str) -> Iterator[str]:
 
 @cache
 def exported(room: str) -> frozenset[str]:
-    """Functions and classes that a room's ``__init__`` has itself: one may have its module's
+    """Return the functions and classes that a room's ``__init__`` has itself: one may have its module's
     name.
     """
     names: set[str] = set()
@@ -96,7 +97,7 @@ def exported(room: str) -> frozenset[str]:
 
 
 def closed_door(name: str) -> str | None:
-    """The room whose door an imported name passes by; None if it passes all of them."""
+    """Return the room past whose door an imported name goes; None if it goes through all."""
     parts = name.split(".")
     first = 1 if parts[0] == "siirl_storage" else 2
     for end in range(first, len(parts)):

@@ -66,6 +66,10 @@ Most calls with ``*name`` that are left pass on the arguments of a wrapper's own
 into columns (``zip(*rows)``), or call what takes its items one by one: ``asyncio.gather``, rows of
 rich's tables, command lines. Six positional arguments that are left are those of programs, of the C
 library and of kernels."""
+LINES = 450
+"""Most lines of a file: a longer one is cut where a reader can stop."""
+MODULES = 20
+"""Most modules of a folder, besides its ``__init__``."""
 CONDITIONS = (ast.If, ast.While)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -176,6 +180,21 @@ def test_a_room_packs_no_more_into_a_statement_than_before(room):
 )
 def test_what_counts_as_which_habit(source, expected):
     assert [habit for habit, _ in habits(source)] == expected
+
+
+def test_no_file_and_no_folder_is_longer_than_a_reader_follows():
+    folders: dict[str, int] = {}
+    long = []
+    for package in ("siirl_dask", "storage/siirl_storage"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if path.name != "__init__.py":
+                folder = path.parent.relative_to(ROOT).as_posix()
+                folders[folder] = folders.get(folder, 0) + 1
+            lines = len(path.read_text().splitlines())
+            if lines > LINES:
+                long.append(f"{path.relative_to(ROOT)} has {lines} lines, at most {LINES} allowed")
+    assert not long, "\n".join(long)
+    assert {folder: count for folder, count in folders.items() if count > MODULES} == {}
 
 
 def test_no_class_name_stands_for_two_things():

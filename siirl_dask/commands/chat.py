@@ -180,7 +180,7 @@ def _speaker(chosen: Namespace, config: Config, *, are_texts: bool) -> Speaker:
     # torch and transformers take seconds, for which a refusal need not wait
     from siirl_dask.devices import DeviceKind, accelerator
     from siirl_dask.models.longest_row import check_frequencies_are_pinned
-    from siirl_dask.nodes.generate import validation_sampling
+    from siirl_dask.nodes import validation_sampling
     from siirl_dask.rollout.tokenizer import load_tokenizer
     from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 

@@ -146,13 +146,13 @@ def data(chosen: argparse.Namespace) -> None:
 
 def _import(chosen: argparse.Namespace) -> None:
     from siirl_dask.datasets import (
+        ChatColumn,
         ColumnMapping,
         ImportRequest,
         PromptLengths,
         import_data,
         parse_type,
     )
-    from siirl_dask.datasets.chat_messages import ChatColumn
     from siirl_dask.views.dataset_tables import print_import
 
     _check_separator(chosen.separator)
@@ -223,7 +223,7 @@ def _import(chosen: argparse.Namespace) -> None:
 
 
 def _show(chosen: argparse.Namespace) -> None:
-    from siirl_dask.datasets.lengths import characters
+    from siirl_dask.datasets import characters
     from siirl_dask.datasets.summary import summarise
     from siirl_dask.views.dataset_tables import print_summary
 

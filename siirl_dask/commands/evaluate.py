@@ -19,13 +19,13 @@ from siirl_storage import join, open_table, set_retry_seconds
 from siirl_dask.commands.evaluation_dag import TABLE, Answering, answering_of, evaluation_dag
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_text
-from siirl_dask.coordinator.source import Source, open_source, source_schema
+from siirl_dask.coordinator import Source, open_source, source_schema
 from siirl_dask.driver.checks.reachable import Unreachable
 from siirl_dask.driver.single_pass import one_pass
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.remote import is_remote
+from siirl_dask.nodes import validation_sampling
 from siirl_dask.nodes.evaluate import SOURCE
-from siirl_dask.nodes.generate import validation_sampling
 from siirl_dask.observe import EvalResult, write_eval_result
 from siirl_dask.planner import DAG, compile_chains
 from siirl_dask.runs.checkpoint_model import (

@@ -12,7 +12,7 @@ from typing import Any
 from siirl_dask.commands.planning.hosts import describe_hosts, links_as_data, place_workers
 from siirl_dask.commands.planning.step_time import TimingOptions
 from siirl_dask.config import Config, DevicePreference
-from siirl_dask.coordinator.source import exists
+from siirl_dask.coordinator import exists
 from siirl_dask.driver.checks.number_type import (
     NumberType,
     expected_dtype,
@@ -31,14 +31,11 @@ from siirl_dask.driver.phases import (
 )
 from siirl_dask.driver.starts import find_starts
 from siirl_dask.errors import ConfigError, counted
-from siirl_dask.estimates import (
-    Cards,
-    WorkerMemory,
-    cards_of,
+from siirl_dask.estimates.device_memory import Cards, cards_of, device_memory
+from siirl_dask.estimates.memory import WorkerMemory, sizes_of
+from siirl_dask.estimates.worker_devices import (
     describe_worker_devices,
-    device_memory,
     find_worker_devices,
-    sizes_of,
     worker_devices_as_data,
 )
 from siirl_dask.planner import DAG, Hosts, Phase, Plan, TableSizes

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from siirl_dask.config.agents import AgentConfig, check_agents
+from siirl_dask.config.agents import AgentConfig, check_adapters, check_agents
 from siirl_dask.config.checks import parse_bytes, parse_ports
 from siirl_dask.config.cluster import Affinity, ClusterConfig, DevicePreference
 from siirl_dask.config.data import DataConfig, DataSource, Durability, StorageConfig, TransportMode
@@ -21,7 +21,7 @@ from siirl_dask.config.engines import (
 )
 from siirl_dask.config.environments import EnvironmentsConfig, OnToolError
 from siirl_dask.config.images import ImagesConfig
-from siirl_dask.config.megatron import MegatronConfig
+from siirl_dask.config.megatron import MEGATRON_OPERATORS, MegatronConfig
 from siirl_dask.config.model import Dtype, ModelConfig
 from siirl_dask.config.observe import MetricsBackend, ObserveConfig, ProfileConfig
 from siirl_dask.config.rollout import (
@@ -50,6 +50,7 @@ from siirl_dask.errors import ConfigError
 __all__ = [
     "ENGINES_LOGPROBS",
     "LAYOUT_GROUPS",
+    "MEGATRON_OPERATORS",
     "Affinity",
     "AgentConfig",
     "AlgorithmConfig",
@@ -92,10 +93,9 @@ __all__ = [
     "VisionPart",
     "VllmConfig",
     "WeightSync",
-    "agents",
     "changed_options",
+    "check_adapters",
     "file",
-    "megatron",
     "parse_bytes",
     "parse_ports",
 ]

@@ -6,10 +6,27 @@ makes each kind's own. ``plugin`` says why torch cannot be imported where a kind
 broken. Importing this package imports no torch.
 """
 
-from siirl_dask.devices.kinds import DeviceKind, Traits, hidden_by, traits_of
+from siirl_dask.devices.kinds import (
+    ALLOCATOR_VARIABLES,
+    BACKEND_PREFIXES,
+    ENGINE_PACKAGES,
+    ENGINE_VARIABLES,
+    NO_ACCELERATORS,
+    VISIBLE,
+    DeviceKind,
+    Traits,
+    hidden_by,
+    traits_of,
+)
 from siirl_dask.devices.plugin import check_plugins
 
 __all__ = [
+    "ALLOCATOR_VARIABLES",
+    "BACKEND_PREFIXES",
+    "ENGINE_PACKAGES",
+    "ENGINE_VARIABLES",
+    "NO_ACCELERATORS",
+    "VISIBLE",
     "DeviceKind",
     "Traits",
     "accelerator",
@@ -18,7 +35,6 @@ __all__ = [
     "fused",
     "hidden_by",
     "host_memory",
-    "kinds",
     "link_matrix",
     "machine_memory",
     "operators",

@@ -32,7 +32,7 @@ from siirl_storage import (
 )
 
 from siirl_dask.config import Config
-from siirl_dask.datasets.destination import destination
+from siirl_dask.datasets import destination
 from siirl_dask.datasets.partitions import StagedPartition, common_schema, stage_partition
 from siirl_dask.driver.caller import RunCaller, scheduler_address
 from siirl_dask.driver.clusters.calls import complete

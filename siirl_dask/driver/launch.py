@@ -40,11 +40,11 @@ from siirl_dask.planner import (
     Phase,
     compile_chains,
     frontiers,
+    host_notes,
     options_of,
     replay_plan,
 )
 from siirl_dask.planner.inputs import alike
-from siirl_dask.planner.placement import host_notes
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import RunIdentity, remove_run, remove_summary, write_identity
 from siirl_dask.runs.tables import remove_step, remove_steps, tables_of

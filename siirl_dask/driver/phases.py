@@ -15,7 +15,7 @@ from siirl_storage import open_fs
 
 from siirl_dask.config import Config, Durability
 from siirl_dask.config.file import ConfigFile
-from siirl_dask.coordinator.source import (
+from siirl_dask.coordinator import (
     Dataset,
     Source,
     dataset_schema,

@@ -50,7 +50,7 @@ from siirl_dask.errors import (
     SiirlError,
     counted,
 )
-from siirl_dask.estimates import note_on_float32
+from siirl_dask.estimates.speeds import note_on_float32
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
 from siirl_dask.planner import DAG, Phase

@@ -11,7 +11,7 @@ from distributed import Client
 from siirl_storage import absolute, set_retry_seconds
 
 from siirl_dask.config import Config, Dtype
-from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, opened, training_dataset
+from siirl_dask.coordinator import Dataset, Source, dataset_schema, opened, training_dataset
 from siirl_dask.driver.checks.number_type import OpenTypes, expected_dtype, is_open
 from siirl_dask.driver.checks.preflight import check
 from siirl_dask.driver.checks.prompt_lengths import notes_on_long_prompts

@@ -20,8 +20,7 @@ from siirl_dask.estimates.performance import Split, schedule, splits_by
 from siirl_dask.estimates.speeds import Speed
 from siirl_dask.observe import Record
 from siirl_dask.observe.trace.measured import Measured
-from siirl_dask.planner import DATA, Plan, TableSizes, estimate
-from siirl_dask.planner.explain.sizes import rows_made
+from siirl_dask.planner import DATA, Plan, TableSizes, estimate, rows_made
 from siirl_dask.schema import PARAMETER_DATA, PROMPT_IDS, RESPONSE_IDS
 
 _TIMES = 1.5  # by which a measurement differs from its estimate before it is marked

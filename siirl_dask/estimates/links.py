@@ -15,8 +15,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from siirl_dask.coordinator.layout.assignment import EdgeStatistics, assign_owners
-from siirl_dask.planner import Edge, NodeColumns, Plan, Rows, TableSizes, by_host, host_of
-from siirl_dask.planner.explain.sizes import times_of, travelling_bytes
+from siirl_dask.planner import (
+    Edge,
+    NodeColumns,
+    Plan,
+    Rows,
+    TableSizes,
+    by_host,
+    host_of,
+    times_of,
+    travelling_bytes,
+)
 from siirl_dask.tables import Ints, split
 
 Links = Mapping[tuple[str, str], int]

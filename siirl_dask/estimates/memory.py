@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from siirl_dask.config import Config, Dtype, ModelConfig, WeightSync, parse_bytes
-from siirl_dask.coordinator.source import Dataset, Source, exists, open_source
+from siirl_dask.coordinator import Dataset, Source, exists, open_source
 from siirl_dask.errors import PlanError
 from siirl_dask.models.remote import UnreachableModelError
 from siirl_dask.models.routing import read_routing

@@ -21,7 +21,12 @@ from siirl_dask.nodes.episodes.play import play, play_answers
 from siirl_dask.nodes.episodes.run_agents import run_agents, run_agents_to_validate
 from siirl_dask.nodes.episodes.turn_scores import score_turns
 from siirl_dask.nodes.evaluate import ColumnPath, eval_table, measure_answers
-from siirl_dask.nodes.generate import generate, generate_answers, generate_with_greedy
+from siirl_dask.nodes.generate import (
+    generate,
+    generate_answers,
+    generate_with_greedy,
+    validation_sampling,
+)
 from siirl_dask.nodes.logprobs import (
     average_logprobs,
     base_logprobs,
@@ -31,7 +36,7 @@ from siirl_dask.nodes.logprobs import (
     rollout_logprobs,
 )
 from siirl_dask.nodes.policy_change import measure_policy_change
-from siirl_dask.nodes.prompts import encode_prompts
+from siirl_dask.nodes.prompts import check_expected_lengths, encode_prompts
 from siirl_dask.nodes.reward import score, score_with_model
 from siirl_dask.nodes.token_masks.covariance import choose_covariant
 from siirl_dask.nodes.token_masks.entropy import choose_high_entropy
@@ -46,6 +51,7 @@ __all__ = [
     "average_logprobs",
     "base_logprobs",
     "bring_out",
+    "check_expected_lengths",
     "choose_covariant",
     "choose_high_entropy",
     "draw_minibatches",
@@ -74,7 +80,6 @@ __all__ = [
     "play",
     "play_answers",
     "policy_logprobs",
-    "prompts",
     "publish_weights",
     "reference_logprobs",
     "rollout_logprobs",
@@ -89,4 +94,5 @@ __all__ = [
     "take_greedy_baselines",
     "update_critic",
     "update_policy",
+    "validation_sampling",
 ]

@@ -11,8 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from siirl_dask.rewards import Score, Scorer
-from siirl_dask.rewards.scorer import Scoring
+from siirl_dask.rewards import Score, Scorer, Scoring
 from siirl_dask.schema import ANSWER, PROMPT, RESPONSE, ROW_ID
 
 logger = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ Everything here observes and changes nothing. Each function takes ``run.url`` an
 file lies below it.
 """
 
+from siirl_dask.observe.agents import agents_with
 from siirl_dask.observe.console import PipeConsole, announce, printable
 from siirl_dask.observe.drift import Drift
 from siirl_dask.observe.end_of_run import EndOfRun, Sample, print_end_of_run
@@ -23,13 +24,18 @@ from siirl_dask.observe.metrics import (
     MetricsLog,
     Record,
     damaged_lines,
+    decode,
+    last_records,
     merge,
     pack,
+    parse_attempts,
+    read_attempts,
     read_metrics,
     unpack,
     values,
+    whole_lines,
 )
-from siirl_dask.observe.progress import Progress
+from siirl_dask.observe.progress import Pace, Progress, time_left
 from siirl_dask.observe.summary import (
     SUMMARY_FILE,
     Accuracy,
@@ -57,6 +63,7 @@ __all__ = [
     "EvalResult",
     "Message",
     "MetricsLog",
+    "Pace",
     "PipeConsole",
     "Progress",
     "Record",
@@ -66,25 +73,29 @@ __all__ = [
     "Slowest",
     "Status",
     "Summary",
-    "agents",
+    "agents_with",
     "announce",
     "backends",
     "damaged_lines",
+    "decode",
     "eval_result_table",
+    "last_records",
     "merge",
-    "metrics",
     "pack",
+    "parse_attempts",
     "print_end_of_run",
     "print_eval_result",
     "printable",
-    "progress",
+    "read_attempts",
     "read_metrics",
     "read_summary",
     "summary_altered",
     "tenths",
+    "time_left",
     "trace",
     "unpack",
     "values",
+    "whole_lines",
     "write_eval_result",
     "write_summary",
 ]

@@ -39,12 +39,20 @@ from siirl_dask.planner.contract import (
 )
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.explain.memory import TableUsage, usage
-from siirl_dask.planner.explain.sizes import Estimate, TableSizes, estimate
+from siirl_dask.planner.explain.sizes import (
+    Estimate,
+    TableSizes,
+    estimate,
+    rows_made,
+    times_of,
+    travelling_bytes,
+)
 from siirl_dask.planner.footprint import Card, Footprint, Remedy
 from siirl_dask.planner.hosts import Hosts, by_host, host_of
 from siirl_dask.planner.inputs import PlanInputs
 from siirl_dask.planner.iteration import Iteration, Phase, phase_of, replay_plan
 from siirl_dask.planner.node import NONFINITE, STAGES, TRACE, Node, Role, Rows
+from siirl_dask.planner.placement import host_notes
 from siirl_dask.planner.restore import (
     NO_DATA,
     Cut,
@@ -129,24 +137,27 @@ __all__ = [
     "footprint",
     "frontiers",
     "groups_of",
+    "host_notes",
     "host_of",
     "inputs",
     "load_named_spec",
     "options_of",
     "phase_of",
-    "placement",
     "preflight_of",
     "provides_of",
     "reads_option",
     "reloads",
     "replay_plan",
     "resolve",
+    "rows_made",
     "run_again",
     "saved_after",
     "short_name",
     "spec",
     "specs_of",
+    "times_of",
     "trace_columns",
+    "travelling_bytes",
     "usage",
     "weight_streams",
 ]

@@ -7,7 +7,7 @@ recipe takes the function itself. ``build_scorer`` is the ``build`` of a role th
 from siirl_dask.rewards.code_execution.cases import code_execution
 from siirl_dask.rewards.math_answers import dapo_math, gsm8k, math_answer
 from siirl_dask.rewards.reasoning_answers import reasoning_gym
-from siirl_dask.rewards.scorer import RewardFn, Score, Scorer, build_scorer
+from siirl_dask.rewards.scorer import RewardFn, Score, Scorer, Scoring, build_scorer, score_of
 from siirl_dask.rewards.text_answers import (
     brevity,
     exact_match,
@@ -21,6 +21,7 @@ __all__ = [
     "RewardFn",
     "Score",
     "Scorer",
+    "Scoring",
     "brevity",
     "build_scorer",
     "child_process",
@@ -34,6 +35,6 @@ __all__ = [
     "multiple_choice",
     "reasoning_answers",
     "reasoning_gym",
-    "scorer",
+    "score_of",
     "weighted_sum",
 ]

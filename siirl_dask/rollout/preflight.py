@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from siirl_dask.config import Config, ImagesConfig, RolloutConfig, parse_bytes
-from siirl_dask.config.agents import check_adapters
+from siirl_dask.config import Config, ImagesConfig, RolloutConfig, check_adapters, parse_bytes
 from siirl_dask.errors import ConfigError, PlanError, counted
 from siirl_dask.images.families import FAMILIES, family_of
 from siirl_dask.models.architecture import read_architecture, read_config

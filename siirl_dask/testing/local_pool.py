@@ -28,11 +28,11 @@ import torch.distributed as dist
 from siirl_dask.collectives import LOOPBACK, new_gloo_group
 from siirl_dask.config import ProfileConfig, RolloutConfig, parse_bytes
 from siirl_dask.context import Device, Metric, Rank
+from siirl_dask.coordinator import Dataset
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.coordinator.databuffer.slots import Window
 from siirl_dask.coordinator.dataloader import Dataloader
-from siirl_dask.coordinator.source import Dataset
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.observe import merge
 from siirl_dask.planner import Iteration, Phase, Plan, Stream

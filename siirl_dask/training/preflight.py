@@ -24,8 +24,8 @@ from siirl_dask.config import (
     OptimizerName,
     RolloutConfig,
     TrainerConfig,
+    check_adapters,
 )
-from siirl_dask.config.agents import check_adapters
 from siirl_dask.errors import ConfigError
 from siirl_dask.images.families import FAMILIES
 from siirl_dask.models.adapter_folder import check_adapter_folder

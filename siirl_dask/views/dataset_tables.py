@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from siirl_storage import Part, Snapshot
 
-from siirl_dask.datasets.lengths import LengthDistribution
+from siirl_dask.datasets import LengthDistribution
 from siirl_dask.datasets.summary import DatasetSummary
 from siirl_dask.errors import ImageError, counted
 from siirl_dask.images.reading import size_of

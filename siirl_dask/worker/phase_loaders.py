@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from siirl_dask.coordinator import Dataset
 from siirl_dask.coordinator.dataloader import Dataloader
-from siirl_dask.coordinator.source import Dataset
 from siirl_dask.planner import Iteration
 
 

@@ -25,7 +25,7 @@ from siirl_dask.config import (
     ProfileConfig,
     parse_bytes,
 )
-from siirl_dask.coordinator.source import Dataset
+from siirl_dask.coordinator import Dataset
 from siirl_dask.errors import PlanError, RunError
 from siirl_dask.models.remote import RemoteModel
 from siirl_dask.pickling import dumps

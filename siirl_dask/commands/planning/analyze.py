@@ -16,7 +16,8 @@ from siirl_dask.config import Config
 from siirl_dask.driver.checks.preflight import check
 from siirl_dask.driver.phases import plan_phases, worker_names
 from siirl_dask.errors import ConfigError, DataError, UserError, counted
-from siirl_dask.estimates import Analysis, Compared, WorkerMemory, analyze, mean_lengths, sizes_of
+from siirl_dask.estimates.analysis import Analysis, Compared, analyze, mean_lengths
+from siirl_dask.estimates.memory import WorkerMemory, sizes_of
 from siirl_dask.observe import read_metrics
 from siirl_dask.observe.trace.measured import Measured, measure
 from siirl_dask.planner import Phase, dag_from_spec

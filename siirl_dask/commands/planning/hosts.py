@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from siirl_dask.errors import ConfigError, counted
-from siirl_dask.estimates import EdgeLinks, Links, links_of, total_of
+from siirl_dask.estimates.links import EdgeLinks, Links, links_of, total_of
 from siirl_dask.planner import Hosts, Plan, TableSizes, by_host
 from siirl_dask.wording import readable_bytes, table, worker_ranges
 

@@ -8,16 +8,9 @@ from typing import Any
 
 from siirl_dask.config import Config
 from siirl_dask.errors import ConfigError
-from siirl_dask.estimates import (
-    Speed,
-    Split,
-    StepTime,
-    StepTokens,
-    lengths_of,
-    speed_of,
-    splits,
-    step_time,
-)
+from siirl_dask.estimates.computing_seconds import StepTokens
+from siirl_dask.estimates.performance import Split, StepTime, lengths_of, splits, step_time
+from siirl_dask.estimates.speeds import Speed, speed_of
 from siirl_dask.planner import Plan
 from siirl_dask.wording import table
 

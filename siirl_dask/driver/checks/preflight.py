@@ -15,26 +15,18 @@ from siirl_storage import StorageError
 
 from siirl_dask.config import ClusterConfig, Config, DevicePreference, RolloutConfig
 from siirl_dask.context import DeviceKind
-from siirl_dask.coordinator.source import Source, exists, open_source
+from siirl_dask.coordinator import Source, exists, open_source
 from siirl_dask.devices.accelerator import visible_devices
 from siirl_dask.driver.checks.prompt_rows import check_rows, may_be_answered
 from siirl_dask.driver.checks.weight_sync import check_weight_sync, transfer_notes
 from siirl_dask.driver.doctor.packages import refuse_older
 from siirl_dask.driver.phases import Phases
 from siirl_dask.errors import ConfigError, DataError, PlanError, UserError, did_you_mean
-from siirl_dask.estimates import (
-    MemoryShortage,
-    WorkerMemory,
-    cards_of,
-    check_devices,
-    check_memory,
-    device_memory,
-    find_shortage,
-    footprints_of,
-    memory_of,
-)
+from siirl_dask.estimates.device_memory import cards_of, check_devices, device_memory, footprints_of
+from siirl_dask.estimates.memory import WorkerMemory, check_memory, memory_of
+from siirl_dask.estimates.memory_shortage import MemoryShortage, find_shortage
 from siirl_dask.models.remote import UnreachableModelError
-from siirl_dask.nodes.prompts import check_expected_lengths
+from siirl_dask.nodes import check_expected_lengths
 from siirl_dask.observe.backends import check_backends, missing_backends
 from siirl_dask.planner import (
     DAG,
@@ -44,12 +36,12 @@ from siirl_dask.planner import (
     Role,
     RoleCost,
     bare,
+    host_notes,
     options_of,
     preflight_of,
     provides_of,
     short_name,
 )
-from siirl_dask.planner.placement import host_notes
 from siirl_dask.wording import worker_ranges
 from siirl_dask.worker.run_spec import serialize_phases
 

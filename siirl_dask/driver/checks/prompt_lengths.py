@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 from siirl_storage import FooterCache, StorageError
 
 from siirl_dask.config import Config
-from siirl_dask.coordinator.source import Dataset, Mixture, Source, open_source, source_schema
-from siirl_dask.datasets.token_lengths import longer_than, token_lengths_of
+from siirl_dask.coordinator import Dataset, Mixture, Source, open_source, source_schema
+from siirl_dask.datasets import longer_than, token_lengths_of
 from siirl_dask.driver.checks.prompt_rows import named, tokenizer_here
 from siirl_dask.errors import ConfigError, ImageError
 from siirl_dask.images import images_of, load_processor, normalised

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from siirl_storage import FooterCache, StorageError
 
 from siirl_dask.config import Config
-from siirl_dask.coordinator.source import Dataset, Source, open_source
+from siirl_dask.coordinator import Dataset, Source, open_source
 from siirl_dask.datasets.partitions import chat_as_text
 from siirl_dask.errors import ConfigError, DataError, ImageError
 from siirl_dask.images import images_of, load_processor, normalised

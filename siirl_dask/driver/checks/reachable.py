@@ -9,7 +9,7 @@ from distributed import Client
 from siirl_storage import absolute
 
 from siirl_dask.config import ClusterConfig
-from siirl_dask.coordinator.source import Mixture
+from siirl_dask.coordinator import Mixture
 from siirl_dask.driver.phases import Phases
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.models.remote import is_remote

@@ -18,7 +18,7 @@ from distributed import Client, LocalCluster, Nanny, Security, Status
 
 from siirl_dask.config import ClusterConfig, Config, DevicePreference
 from siirl_dask.dask_internals import processes_of
-from siirl_dask.devices.kinds import NO_ACCELERATORS
+from siirl_dask.devices import NO_ACCELERATORS
 from siirl_dask.driver.clusters.adaptive import HINT, want_workers
 from siirl_dask.driver.clusters.deployment import deployed
 from siirl_dask.driver.clusters.nanny import NamelessNanny, main_not_imported

@@ -11,7 +11,7 @@ from siirl_dask.devices.accelerator import VisibleDevices
 from siirl_dask.devices.cpus import show_cpus
 from siirl_dask.devices.topology import Topology
 from siirl_dask.driver.doctor.finding import DoctorFinding, note, ok
-from siirl_dask.estimates import assign_devices, describe_links, describe_nodes
+from siirl_dask.estimates.worker_devices import assign_devices, describe_links, describe_nodes
 from siirl_dask.worker.hardware.affinity import topology_of
 
 _PART = "topology"

@@ -11,8 +11,7 @@ from importlib.util import find_spec
 
 from siirl_dask.config import Engine
 from siirl_dask.context import DeviceKind
-from siirl_dask.devices import traits_of
-from siirl_dask.devices.kinds import ENGINE_PACKAGES
+from siirl_dask.devices import ENGINE_PACKAGES, traits_of
 from siirl_dask.driver.doctor.finding import DoctorFinding, fault, note, ok
 from siirl_dask.driver.doctor.packages import version
 

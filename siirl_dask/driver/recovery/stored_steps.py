@@ -15,7 +15,7 @@ from distributed import Client
 from siirl_storage import absolute
 
 from siirl_dask.config import Config
-from siirl_dask.coordinator.source import dataset_schema, training_dataset
+from siirl_dask.coordinator import dataset_schema, training_dataset
 from siirl_dask.driver.recovery.resume import ResumePoint
 from siirl_dask.driver.recovery.verification import WrittenFile, damages_of
 from siirl_dask.errors import DataError, PlanError

@@ -32,8 +32,7 @@ from siirl_dask.nodes.prompts import MAX_TOKENS, token_limits
 from siirl_dask.nodes.sampling import log_passes
 from siirl_dask.planner import columns as declares
 from siirl_dask.planner import reads_option
-from siirl_dask.rewards import Score
-from siirl_dask.rewards.scorer import score_of
+from siirl_dask.rewards import Score, score_of
 from siirl_dask.rollout import LocalQueue, RolloutEngine, Sampling
 from siirl_dask.rollout.endpoint import (
     Agent,

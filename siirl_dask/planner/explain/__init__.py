@@ -2,4 +2,4 @@
 shows them.
 """
 
-__all__ = ["device_memory", "sizes"]
+__all__ = ["device_memory"]

@@ -16,7 +16,7 @@ import pyarrow as pa
 from siirl_storage import FooterCache, Snapshot, StorageError
 
 from siirl_dask.config import Config, parse_bytes
-from siirl_dask.coordinator.source import Source, open_source
+from siirl_dask.coordinator import Source, open_source
 from siirl_dask.errors import DataError, ImageError, SiirlError
 from siirl_dask.images import Image, images_of, normalised
 from siirl_dask.images.reading import check_bytes, fetch, format_of, located, size_of

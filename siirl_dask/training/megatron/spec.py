@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from siirl_dask.config import ModelConfig, TrainerConfig
-from siirl_dask.config.megatron import MEGATRON_OPERATORS
+from siirl_dask.config import MEGATRON_OPERATORS, ModelConfig, TrainerConfig
 from siirl_dask.devices.operators import MINDSPEED
 from siirl_dask.errors import ConfigError
 from siirl_dask.training.layouts import operators_of

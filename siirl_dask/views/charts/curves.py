@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from siirl_dask.observe import Record
-from siirl_dask.observe.agents import agents_with
+from siirl_dask.observe import Record, agents_with
 from siirl_dask.planner import Phase
 from siirl_dask.views.charts.series import Curve, series_of, thin
 

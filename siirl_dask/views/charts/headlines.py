@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from siirl_dask.observe import Record
-from siirl_dask.observe.agents import agents_with
+from siirl_dask.observe import Record, agents_with
 from siirl_dask.planner import Phase
 
 SECONDS = "seconds"

@@ -8,8 +8,7 @@ from siirl_storage import StorageError, join, open_fs
 from siirl_storage.files import parent
 
 from siirl_dask.errors import DataError
-from siirl_dask.observe import METRICS_FILE, Record
-from siirl_dask.observe.metrics import parse_attempts
+from siirl_dask.observe import METRICS_FILE, Record, parse_attempts
 from siirl_dask.views.dashboard.records import thinned
 
 _MOST_RUNS = 200

@@ -14,8 +14,7 @@ from siirl_storage import StorageError
 
 from siirl_dask.config import Config
 from siirl_dask.errors import ConfigError, DataError, SiirlError
-from siirl_dask.observe import Record, Summary
-from siirl_dask.observe.metrics import read_attempts
+from siirl_dask.observe import Record, Summary, read_attempts
 from siirl_dask.observe.trace.bottleneck import Bottleneck, find_bottleneck
 from siirl_dask.observe.trace.measured import Measured, measure, usual_step
 from siirl_dask.observe.trace.trace_table import TraceSpan

@@ -16,8 +16,7 @@ from typing import Any
 from siirl_storage import StorageError
 
 from siirl_dask.errors import ConfigError, DataError
-from siirl_dask.observe import Record, Slowest, Summary
-from siirl_dask.observe.progress import Pace
+from siirl_dask.observe import Pace, Record, Slowest, Summary
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import RunStart, newest_start
 from siirl_dask.runs.glance import glance

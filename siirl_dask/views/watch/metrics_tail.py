@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from siirl_storage import join, open_fs
 
-from siirl_dask.observe import METRICS_FILE, Record
-from siirl_dask.observe.metrics import decode, last_records, whole_lines
+from siirl_dask.observe import METRICS_FILE, Record, decode, last_records, whole_lines
 
 _MOST = 2**23  # bytes of the end of the file that are read at first, about 5,000 steps
 _HEAD = 2**17  # bytes of its beginning, if there are more

@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from siirl_dask.errors import counted
-from siirl_dask.observe import Status, printable
-from siirl_dask.observe.progress import time_left
+from siirl_dask.observe import Status, printable, time_left
 from siirl_dask.runs.samples.utterances import FAILED
 from siirl_dask.schema import FINISH_REASON, TURNS
 from siirl_dask.views.charts.figures import duration, number

@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from siirl_dask.coordinator import Dataset
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
-from siirl_dask.coordinator.source import Dataset
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request
 from siirl_dask.coordinator.transport.peers import PeerTransport
 from siirl_dask.planner import Plan

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from siirl_dask import __version__
-from siirl_dask.devices.kinds import (
+from siirl_dask.devices import (
     ALLOCATOR_VARIABLES,
     BACKEND_PREFIXES,
     ENGINE_PACKAGES,
