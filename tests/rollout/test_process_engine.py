@@ -332,6 +332,41 @@ def test_a_run_gives_the_rows_of_engines_in_its_workers(engine, train):
             assert found[0] == found[1], (step, column)
 
 
+@pytest.mark.slow
+def test_a_run_whose_engine_crashes_goes_on_with_its_workers_and_the_same_rows(train, tmp_path):
+    """The crash is in the second step: the next process gets the weights of the first."""
+    marker = tmp_path / "marker"
+    marker.touch()
+    options = f"{{log: {tmp_path / 'log'}, marker: {marker}, at: 12, stays: false, raises: false}}"
+    common = ("run.steps=3", "cluster.workers=1", "cluster.placement={}", "run.max_restarts=0")
+    apart = train(
+        "apart",
+        "rollout.process=true",
+        f"rollout.engine={CRASHING}",
+        f"rollout.engine_options={options}",
+        *common,
+    )
+    assert not marker.exists(), "its engine has crashed"
+    own = train("own", *common)
+    columns = ["row_id", "response_ids", "rollout_logprobs", "weights_version"]
+    for step in (1, 2, 3):
+        tables = [run.table("rollouts", step).select(columns) for run in (apart, own)]
+        assert tables[0].equals(tables[1]), step
+
+
+@pytest.mark.slow
+def test_drafts_are_counted_in_the_worker(served_model):
+    requests = rows(12)
+    found = []
+    for process in (False, True):
+        engine = engine_of(served_model, process=process, draft_tokens=3)
+        found.append((responses(engine, requests), engine.take_passes()))
+        assert engine.take_passes().passes == 0
+        engine.close()
+    assert found[0] == found[1]
+    assert found[0][1].tokens > 0
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -39,7 +39,7 @@ from siirl_dask.rollout.process_engine.frames import (
     ANSWER,
     DONE,
     FAILED,
-    EngineMessage,
+    Frame,
     MessageSocket,
     ProcessLostError,
 )
@@ -48,7 +48,7 @@ from siirl_dask.rollout.requests import RequestMessage, Sampled, pack_sampled
 from siirl_dask.rollout.specs import engine_spec
 
 if TYPE_CHECKING:
-    from siirl_dask.rollout.process_engine.nameless_file import StoredTensor
+    from siirl_dask.rollout.process_engine.nameless_file import TensorEntry
 
 _EVERY = 0.1
 """Seconds between two reports of progress, at least."""
@@ -90,7 +90,7 @@ class WorkersQueue:
 class WorkersWeights:
     """New weights that may arrive at the worker: ArrivingWeights."""
 
-    def __init__(self, messages: MessageSocket, carry_out: Callable[[EngineMessage], None]) -> None:
+    def __init__(self, messages: MessageSocket, carry_out: Callable[[Frame], None]) -> None:
         """``carry_out`` loads weights, as a command of the worker's."""
         self._messages = messages
         self._carry_out = carry_out
@@ -133,7 +133,7 @@ class EngineCommands:
             while True:
                 self.carry_out(self._messages.receive())
 
-    def carry_out(self, message: EngineMessage) -> None:
+    def carry_out(self, message: Frame) -> None:
         """Carry out one command, and send its result or what it raised."""
         try:
             result = self._result(message)
@@ -153,7 +153,7 @@ class EngineCommands:
             raise PeerError("received a command for an engine that is not built")
         return self._built
 
-    def _result(self, message: EngineMessage) -> Any:
+    def _result(self, message: Frame) -> Any:
         match message.name, message.value:
             case "build", described:
                 return self._build(described)
@@ -225,7 +225,7 @@ class EngineCommands:
     def _tensors(self, file: int, value: object) -> dict[str, Any]:
         from siirl_dask.rollout.process_engine.nameless_file import read_entries, read_tensors
 
-        listed: list[StoredTensor] = read_entries(value)
+        listed: list[TensorEntry] = read_entries(value)
         return dict(read_tensors(file, listed))
 
     def _progress(self) -> None:

@@ -30,7 +30,7 @@ class ProcessLostError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineMessage:
+class Frame:
     """One message."""
 
     name: str
@@ -66,7 +66,7 @@ class MessageSocket:
         except OSError as error:
             raise ProcessLostError(str(error)) from error
 
-    def receive(self) -> EngineMessage:
+    def receive(self) -> Frame:
         """Wait for a message. ProcessLostError where none will come; PeerError for anything else."""
         try:
             head, files, _, _ = socket.recv_fds(self._socket, _LENGTH.size, 1)
@@ -88,7 +88,7 @@ class MessageSocket:
             raise PeerError(f"received a message that is no msgpack: {error}") from error
         match value:
             case [str(name), content]:
-                return EngineMessage(name, content, files[0] if files else None)
+                return Frame(name, content, files[0] if files else None)
         raise PeerError("received a message of another form: expected a name and a value")
 
     def close(self) -> None:

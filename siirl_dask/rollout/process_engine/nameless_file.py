@@ -18,7 +18,7 @@ from siirl_dask.errors import PeerError
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class TensorEntry:
     """A tensor in the file; all lie one after the other, each as a file of safetensors."""
 
     name: str
@@ -32,7 +32,7 @@ class NamelessFile:
 
     def __init__(self) -> None:
         self.descriptor = _open()
-        self._entries: list[StoredTensor] = []
+        self._entries: list[TensorEntry] = []
 
     def write(self, tensors: Iterable[tuple[str, Tensor]], progress: Callable[[], None]) -> None:
         """Append tensors, one in memory at a time besides; ``progress`` is called after each."""
@@ -40,12 +40,12 @@ class NamelessFile:
             for name, tensor in tensors:
                 packed = save({name: tensor.detach().to("cpu").contiguous()})
                 file.write(packed)
-                self._entries.append(StoredTensor(name, tuple(tensor.shape), len(packed)))
+                self._entries.append(TensorEntry(name, tuple(tensor.shape), len(packed)))
                 progress()
 
     @property
     def entries(self) -> list[list[Any]]:
-        """What the file has, as plain data, for ``read_entries``."""
+        """The tensors of the file as plain data, for ``read_entries``."""
         return [[entry.name, list(entry.shape), entry.length] for entry in self._entries]
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class NamelessFile:
         os.close(self.descriptor)
 
 
-def read_entries(value: object) -> list[StoredTensor]:
+def read_entries(value: object) -> list[TensorEntry]:
     """Return what ``value`` says of a file. PeerError for anything else."""
     if isinstance(value, list):
         entries = [_entry(one) for one in value]
@@ -62,7 +62,7 @@ def read_entries(value: object) -> list[StoredTensor]:
     raise PeerError("received a list of tensors that is none, or has one twice")
 
 
-def read_tensors(descriptor: int, entries: Sequence[StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(descriptor: int, entries: Sequence[TensorEntry]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a file, one in memory at a time. PeerError where the file has others."""
     size = os.fstat(descriptor).st_size
     if size != sum(entry.length for entry in entries):
@@ -79,11 +79,11 @@ def read_tensors(descriptor: int, entries: Sequence[StoredTensor]) -> Iterator[t
             yield entry.name, found[entry.name]
 
 
-def _entry(value: object) -> StoredTensor:
+def _entry(value: object) -> TensorEntry:
     match value:
         case [str(name), list(shape), int(length)] if length > 0:
             if all(isinstance(size, int) and size >= 0 for size in shape):
-                return StoredTensor(name, tuple(shape), length)
+                return TensorEntry(name, tuple(shape), length)
     raise PeerError(f"received {value!r:.200}, which describes no tensor")
 
 
