@@ -215,7 +215,8 @@ def _find(path: str, run_url: str, written: Sequence[str], *, adapters: bool) ->
     if matched is not None:
         runs.append((matched[1], int(matched[2])))
     for run, step in runs:
-        keys = _keys(run, run_url)
+        # the folder of a run that has not begun may not be readable at all
+        keys = _keys(run, run_url) if written else set[str]()
         for folder in written:
             step_written = _step_in(folder, keys, adapters=adapters)
             if step_written is not None and step in (None, step_written):

@@ -135,7 +135,7 @@ def test_storage_that_cannot_be_reached_is_named(capsys, digits, monkeypatch):
     def fail(url):
         raise RuntimeError("no credentials")
 
-    monkeypatch.setattr("siirl_dask.driver.phases.open_table", fail)
+    monkeypatch.setattr("siirl_dask.coordinator.source.open_table", fail)
     said = refused(capsys, *digits, "data.url=s3://bucket/rows")
     assert (
         "dataset 's3://bucket/rows': its storage cannot be reached: RuntimeError: no credentials"

@@ -13,7 +13,7 @@ from siirl_dask.config import RewardsConfig
 from siirl_dask.planner import dag_from_spec
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
-NO_REWARDS = {"build_scorer"}
+NO_REWARDS = {"build_scorer", "score_of"}
 
 
 def test_every_reward_is_named():

@@ -22,13 +22,13 @@ _OTHERS = "start it with other options, or change the key (docs/engines.md)"
 
 @dataclass(frozen=True, slots=True)
 class ExaminedServer:
-    """What is known of a server."""
+    """A server, as it describes itself or with its fault."""
 
     url: str
     said: str
-    """What it is, or what is wrong with it."""
+    """Its own description, or the fault."""
     cure: str = ""
-    """What to do; empty where nothing is wrong."""
+    """The remedy of the fault; empty where there is none."""
 
 
 def examine_servers(config: Config) -> list[ExaminedServer]:
