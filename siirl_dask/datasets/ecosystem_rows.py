@@ -24,8 +24,8 @@ class EcosystemRows:
     """
 
     def __init__(self, name: EcosystemName) -> None:
-        """DataError for other values of these options; PlanError where the package has no such
-        thing, or is not installed.
+        """DataError for other values of these options, and where there are no rows; PlanError where
+        the package has no such thing, or is not installed.
         """
         options = dict(name.options)
         size = options.pop("size", None)
@@ -39,7 +39,9 @@ class EcosystemRows:
         self._name = EcosystemName(name.spelled, name.package, name.id, options)
         self._adapter = adapter_of(name)
         self._size = self._adapter.ROWS if size is None else size
-        first = next(self._rows())
+        first = next(self._rows(), None)
+        if first is None:
+            raise DataError(f"{name.spelled!r} has no rows: expected at least one")
         kinds = {
             key: pa.int64() if isinstance(value, int) else pa.string()
             for key, value in first.items()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from siirl_dask.environments.protocol import Failure, Lost
-from siirl_dask.errors import PlanError
+from siirl_dask.errors import DataError, PlanError
 from siirl_dask.planner import resolve
 from siirl_dask.planner.spec.dag_spec import bind
 from siirl_dask.planner.spec.names import canonical
@@ -268,6 +268,20 @@ def test_a_file_of_tasks_that_is_not_there_is_named(tmp_path):
         imported(f"nemo_gym:guess?rows={tmp_path}/nothing.jsonl", tmp_path / "table")
     with pytest.raises(PlanError, match=r"expected rows=FILE\.jsonl"):
         imported("nemo_gym:guess", tmp_path / "table")
+
+
+def test_tasks_without_a_row_are_refused(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("\n")
+    with pytest.raises(DataError, match="has no rows"):
+        imported(f"nemo_gym:guess?rows={path}", tmp_path / "table")
+
+
+def test_a_reward_that_the_task_s_line_has_as_well_is_that_of_the_answer():
+    row = {"prompt": "", "entry": json.dumps({**entry(4), "reward": 7.0, "length": 9})}
+    with nemo_gym_server("/seed_session", "/verify") as url:
+        step = played(resolve(f"nemo_gym:guess?url={url}"), row, "4")[1]
+    assert (step.reward, dict(step.parts)) == (1.0, {"correct": 1.0})
 
 
 def test_instructions_and_parts_of_text_become_messages(tmp_path):

@@ -182,9 +182,8 @@ class NemoGymTask:
         if not isinstance(reward, (int, float)):
             return Failure(f"{self._answer} gave the reward {reward!r}: expected a number")
         if self._answer == "/verify":
-            new = {key: value for key, value in answer.items() if key not in self._entry}
-            parts = numbers_of(new)
-            del parts["reward"]
+            known = {"reward", *self._entry}
+            parts = numbers_of({key: value for key, value in answer.items() if key not in known})
             return Step(reward=float(reward), done=True, parts=parts)
         observation = answer.get("observation")
         return Step(

@@ -104,8 +104,7 @@ def _value(text: str) -> Any:
 
 def adapter_of(name: EcosystemName) -> EcosystemAdapter:
     """Return the adapter of a name's package. PlanError where the package is not installed."""
-    if name.package not in BEHIND_SERVERS:
-        _package(name)
+    _package(name)
     return cast(EcosystemAdapter, importlib.import_module(ECOSYSTEMS[name.package]))
 
 
@@ -116,17 +115,18 @@ def environment_named(text: str) -> Callable[..., Any] | None:
     name = ecosystem_name(text)
     if name is None:
         return None
-    adapter = adapter_of(name)
-    if name.package not in BEHIND_SERVERS and _is_function(name, text):
+    package = _package(name)
+    if package is not None and callable(vars(package).get(text.partition(":")[2])):
         return None
-    return adapter.environment(name)
+    return adapter_of(name).environment(name)
 
 
-def _is_function(name: EcosystemName, text: str) -> bool:
-    return callable(vars(_package(name)).get(text.partition(":")[2]))
-
-
-def _package(name: EcosystemName) -> ModuleType:
+def _package(name: EcosystemName) -> ModuleType | None:
+    """Return a name's package; None where its environments are behind servers. PlanError where it
+    is not installed.
+    """
+    if name.package in BEHIND_SERVERS:
+        return None
     try:
         return importlib.import_module(name.package)
     except ModuleNotFoundError as error:
