@@ -22,7 +22,7 @@ from siirl_dask.devices import accelerator
 from siirl_dask.errors import PeerError, RunError, counted
 from siirl_dask.models.adapters import WEIGHT, A, Adapter, B
 from siirl_dask.models.routing import needed_routing
-from siirl_dask.rollout.base_weights import Adapters, BaseWeights
+from siirl_dask.rollout.base_weights import Adapters, BaseWeights, MergesAdapters
 from siirl_dask.rollout.engine import (
     Generation,
     RequestQueue,
@@ -76,7 +76,7 @@ class OwnedProcess:
         self.use(None)
 
 
-class ProcessEngine(HoldsNoGroups):
+class ProcessEngine(MergesAdapters, HoldsNoGroups):
     """A RolloutEngine over the one that a spec builds, in a process of its own. Errors are those of
     that engine; RunError, with the process's last words, where two processes in a row are lost
     without a response.
@@ -163,22 +163,10 @@ class ProcessEngine(HoldsNoGroups):
             self._put(WeightsInUse("load weights", [version, file.entries], file))
         self.version = version
 
-    def fit_adapters(
-        self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int
-    ) -> Adapters:
-        """Return a copy of adapters. ValueError for those that do not fit."""
-        return self._base.fit(tensors, scaling, version)
-
-    def load_adapters(
-        self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int
-    ) -> None:
-        """Generate with adapters over the folder's weights from now on. ValueError, before anything
-        changes, for those that do not fit.
-        """
-        self.use_adapters(self.fit_adapters(tensors, scaling, version))
-
     def use_adapters(self, given: Adapters, agent: str = "") -> None:
-        """Generate from now on with ``given``, which are those of ``agent``."""
+        """Generate from now on with ``given``, which are those of ``agent``: the engine in the process
+        takes them as it does, merged or in layers.
+        """
         self._replacement.check()
         with self._replacement.to(given.version):
             self._owned.use(None)
