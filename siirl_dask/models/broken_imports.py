@@ -23,6 +23,7 @@ from typing import Any
 
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 _USERS = ("datasets", "transformers", "vllm")
+_ASSISTED = "transformers.generation.candidate_generator"
 _MISSING = re.compile(r"operator torchvision::\w+ does not exist")
 # that torchvision describes to torch's compiler even where their code cannot be loaded
 _OPERATORS = {"nms", "qnms"}
@@ -42,15 +43,35 @@ class _HideOnFirstUse(MetaPathFinder):
         return None
 
 
+class _WithoutScikitLearn(MetaPathFinder):
+    """Keeps transformers from importing scikit-learn, and SciPy with it, where they are installed:
+    a second of every process that loads a tokenizer, for a threshold of assisted generation, which
+    nothing here uses.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == _ASSISTED and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            sys.modules["transformers.utils"].is_sklearn_available = _absent  # type: ignore[attr-defined]
+        return None
+
+
+def _absent() -> bool:
+    return False
+
+
 def hide() -> None:
     """Make this process's first import of transformers, vLLM or datasets mend or hide the optional
-    packages that fail to import.
+    packages that fail to import, and leave out one that it does not need.
 
     Entry points call this function: the command line, ``run``, each worker. Importing siirl_dask
     changes nothing.
     """
     if not any(isinstance(finder, _HideOnFirstUse) for finder in sys.meta_path):
         sys.meta_path.insert(0, _HideOnFirstUse())
+        sys.meta_path.insert(0, _WithoutScikitLearn())
 
 
 def hide_broken(names: Sequence[str]) -> list[str]:
