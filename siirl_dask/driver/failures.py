@@ -19,6 +19,8 @@ from siirl_dask.errors import (
     SchedulerLost,
     SiirlError,
     SilentPeer,
+    TrainingError,
+    UserError,
     WorkerLeft,
     WorkerLost,
     WorkersJoined,
@@ -77,7 +79,7 @@ def _following(
 ) -> Iterator[dict[str, Any]]:
     """Yield the failures that follow a first one until the cause must be among them."""
     deadline = time.monotonic() + _GRACE
-    while event["kind"] != "lost":
+    while not _follows_from_no_other(event):
         if event["kind"] == "silent" or isinstance(event.get("error"), SilentPeer):
             deadline = min(deadline, time.monotonic() + _GRACE_AFTER_SILENCE)
         try:
@@ -86,6 +88,13 @@ def _following(
             return
         if event["kind"] in FAILURES:
             yield event
+
+
+def _follows_from_no_other(event: dict[str, Any]) -> bool:
+    """Return whether a failure has no cause that may still arrive: a worker's death, a mistake in
+    the input, a loss that is no number. A node's error may come of a peer that has died.
+    """
+    return event["kind"] == "lost" or isinstance(event.get("error"), (UserError, TrainingError))
 
 
 def _as_error(event: dict[str, Any], position: str) -> Exception:
