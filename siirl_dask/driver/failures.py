@@ -94,7 +94,9 @@ def _follows_from_no_other(event: dict[str, Any]) -> bool:
     """Return whether a failure has no cause that may still arrive: a worker's death, a mistake in
     the input, a loss that is no number. A node's error may come of a peer that has died.
     """
-    return event["kind"] == "lost" or isinstance(event.get("error"), (UserError, TrainingError))
+    if event["kind"] == "lost":
+        return True
+    return isinstance(event.get("error"), (UserError, TrainingError))
 
 
 def _as_error(event: dict[str, Any], position: str) -> Exception:

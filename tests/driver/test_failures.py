@@ -1,4 +1,4 @@
-"""Of the failures that workers report, the run's is the one that caused the others."""
+"""A run's failure is the one that caused the others."""
 
 import queue
 
