@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from siirl_dask.collectives import LOOPBACK, listening_at
 from siirl_dask.models.broken_imports import any_changed
@@ -29,6 +31,9 @@ def prepare() -> None:
             os.environ[name] = value
         else:
             os.environ.setdefault(name, value)
+    # tqdm's own lock is one of multiprocessing, whose name outlives a worker that is killed: at the
+    # end of a failed run Python would warn of it
+    tqdm.set_lock(threading.RLock())
     # which vLLM calls over gloo and torch has renamed
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         warnings.filterwarnings(
