@@ -145,9 +145,14 @@ def test_a_comparison_lists_the_keys_that_differ_and_no_others(tmp_path):
     )
 
 
-def test_runs_of_one_name_are_told_apart_by_their_urls(tmp_path):
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     _, page = report(tmp_path / "r.html", whole_run(tmp_path / "a"), whole_run(tmp_path / "b"))
-    assert f"quickstart ({tmp_path}/a) complete" in page.text
+    assert page.text.startswith("a, b")
+    assert "quickstart" not in page.text.partition("Curves")[0]
+    (tmp_path / "x").mkdir()
+    others = whole_run(tmp_path / "x" / "a")
+    _, page = report(tmp_path / "s.html", str(tmp_path / "a"), others)
+    assert page.text.startswith(f"{tmp_path.name}/a, x/a")
 
 
 def test_how_a_run_went_on_is_told(tmp_path):

@@ -43,9 +43,9 @@ def runs_beside(url: str) -> list[str]:
         ) from error
 
 
-def metrics_tail(url: str, most: int) -> list[Record]:
-    """Return at most ``most`` records of the run at ``url``, from the last 16 MiB of its metrics;
-    none without a file.
+def metrics_tail(url: str, most: int, most_bytes: int = _MOST_BYTES) -> list[Record]:
+    """Return at most ``most`` records of the run at ``url``, from the last 16 MiB of its metrics,
+    or from as many bytes as ``most_bytes`` says; none without a file.
 
     DataError for a store that cannot be read, and for lines that are no records.
     """
@@ -53,13 +53,13 @@ def metrics_tail(url: str, most: int) -> list[Record]:
     try:
         fs, path = open_fs(name)
         size = int(fs.info(path)["size"] or 0)
-        text = fs.cat_file(path, start=max(0, size - _MOST_BYTES), end=size) if size else b""
+        text = fs.cat_file(path, start=max(0, size - most_bytes), end=size) if size else b""
     except FileNotFoundError:
         return []
     except StorageError as error:
         raise DataError(str(error)) from error
     except Exception as error:  # each store has errors of its own
         raise DataError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
-    if size > _MOST_BYTES:
+    if size > most_bytes:
         text = text[text.find(b"\n") + 1 :]
     return thinned([record for record, _ in parse_attempts(text, name)], most)

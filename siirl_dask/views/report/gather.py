@@ -104,11 +104,24 @@ def gather(urls: Sequence[str]) -> list[RunFacts]:
         raise ConfigError(f"{twice!r} is given twice: expected different runs")
     found = [_facts(run) for run in [open_run(url) for url in urls]]
     names = [run.label for run in found]
-    return [run if names.count(run.label) == 1 else _with_url(run) for run in found]
+    folders = _distinct_folders([run.url for run in found])
+    return [
+        run if names.count(run.label) == 1 else replace(run, label=folder)
+        for run, folder in zip(found, folders, strict=True)
+    ]
 
 
-def _with_url(run: RunFacts) -> RunFacts:
-    return replace(run, label=f"{run.label} ({redacted(run.url)})")
+def _distinct_folders(urls: Sequence[str]) -> list[str]:
+    """Return of each URL as many last folders as tell all of them apart: ``run-1``, or
+    ``sweep/run-1``; whole URLs where none do.
+    """
+    shown = [redacted(url) for url in urls]
+    parts = [url.rstrip("/").split("/") for url in shown]
+    for depth in range(1, max(map(len, parts))):
+        ends = ["/".join(part[-depth:]) for part in parts]
+        if len(set(ends)) == len(ends):
+            return ends
+    return shown
 
 
 def _facts(run: Run) -> RunFacts:

@@ -28,7 +28,15 @@ from siirl_dask.views.dashboard.reader import Reader
 from siirl_dask.views.dashboard.served import store_threads
 from siirl_dask.views.dashboard.served.folder_source import FolderSource, Looks
 from siirl_dask.views.dashboard.served.server import RunServer, served_runs
-from tests.written_runs import begin_run, end_run, start_run, whole_run
+from tests.written_runs import (
+    begin_run,
+    end_run,
+    start_run,
+    train_record,
+    validation_record,
+    whole_run,
+    write_metrics,
+)
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -214,6 +222,27 @@ def test_a_folder_of_runs_is_a_list_with_a_page_each_and_a_comparison(server):
     status, text = server("/compare?name=one&name=two")
     assert status == 200
     assert "where the runs differ" in text
+
+
+def test_a_run_under_way_is_in_the_list_with_its_step_and_newest_validation(server, folder):
+    """Its cells were empty until it ended."""
+    url = begin_run(folder / "three")
+    write_metrics(
+        url,
+        [
+            validation_record(0, 0.25),
+            train_record(1),
+            train_record(2),
+            validation_record(2, 0.75),
+            train_record(3),
+        ],
+    )
+    with take(url, 30.0, print):
+        status, text = server("/")
+    assert status == 200
+    (line,) = [row for row in text.split("<tr>") if "run?name=three" in row]
+    assert "under way" in line
+    assert "<td>3</td><td>0.75</td>" in line
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlencode
 
 from siirl_storage import StorageError, join, open_fs
 
 from siirl_dask.errors import ConfigError, DataError, SiirlError
-from siirl_dask.observe import Summary, read_summary
+from siirl_dask.observe import Record, Summary, read_summary
+from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import RunStart, newest_start
 from siirl_dask.runs.folder import CONFIG_FILE
 from siirl_dask.views.charts.figures import duration, number
+from siirl_dask.views.dashboard.neighbours import metrics_tail
 from siirl_dask.views.html_page import html_page, safe, table
 from siirl_dask.wording import redacted
 
 MOST_COMPARED = 16
 _MOST_RUNS = 200
+# of a run under way: the newest steps, and mostly a validation among them
+_NEWEST_BYTES = 2**18
+_NEWEST_RECORDS = 200
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 1.2rem auto; max-width: 72rem; padding: 0 1rem; }
@@ -62,7 +67,14 @@ class ListedRun:
     name: str
     summary: Summary | None
     start: RunStart | None
+    newest: Sequence[Record] = ()
+    """Records of the newest steps of a run under way."""
     problem: str = ""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run is under way."""
+        return False if self.start is None else not self.start.is_over
 
 
 def list_page(url: str, names: Sequence[str]) -> str:
@@ -76,7 +88,7 @@ def list_page(url: str, names: Sequence[str]) -> str:
         f"runs in {shown}",
         _STYLE,
         f"<h1>Runs in {safe(shown)}</h1><form action='compare'>{body}"
-        "<button>compare those that are chosen</button></form>"
+        "<button>compare the selected runs</button></form>"
         f"<p class='note'>{len(runs)} runs, the newest first; up to {MOST_COMPARED} are compared "
         "at once.</p>",
     )
@@ -88,42 +100,67 @@ def run_address(name: str) -> str:
 
 
 def _listed(url: str, name: str) -> ListedRun:
-    summary: Summary | None = None
     try:
         start = newest_start(url)
     except (SiirlError, StorageError, OSError) as error:
-        return ListedRun(name, None, None, redacted(str(error)))
+        return ListedRun(name, None, None, problem=redacted(str(error)))
     try:
-        summary = read_summary(url)
+        run = ListedRun(name, _summary(url), start)
+        if not run.goes_on:
+            return run
+        return replace(run, newest=metrics_tail(url, _NEWEST_RECORDS, _NEWEST_BYTES))
+    except (SiirlError, StorageError, OSError) as error:
+        return ListedRun(name, None, start, problem=redacted(str(error)))
+
+
+def _summary(url: str) -> Summary | None:
+    """Return how a run ended; None where it goes on, was killed, or its summary is damaged."""
+    try:
+        return read_summary(url)
     except DataError:
-        summary = None  # it goes on, or was killed
-    except (StorageError, OSError) as error:
-        return ListedRun(name, None, start, redacted(str(error)))
-    return ListedRun(name, summary, start)
+        return None
 
 
 def _cells(run: ListedRun) -> Iterator[str]:
     box = f"<input type='checkbox' name='name' value='{safe(run.name)}' aria-label='compare'>"
     yield f"{box} <a href='{safe(run_address(run.name))}'>{safe(run.name)}</a>"
-    summary = run.summary
-    goes_on = False if run.start is None else not run.start.is_over
     if run.problem:
         yield f"<span class='failed'>{safe(run.problem[:80])}</span>"
-    elif goes_on:
+        yield from ("", "", "", "")
+    elif run.goes_on:
         yield "under way"
-    elif summary is None:
+        yield from _progress(run.newest)
+    elif run.summary is None:
         yield "<span class='gone'>it has not said</span>"
-    else:
-        yield f"<span class='{summary.status}'>{summary.status}</span>"
-    if summary is None or goes_on:
         yield from ("", "", "", "")
     else:
-        scores = summary.validation
-        yield f"{summary.steps:,}"
-        if scores.first is None and scores.last is None:
-            yield ""
-        else:
-            yield f"{number(scores.first)} &rarr; {number(scores.last)}"
-        yield "" if scores.test is None else number(scores.test)
-        yield duration(summary.seconds)
+        yield f"<span class='{run.summary.status}'>{run.summary.status}</span>"
+        yield from _results(run.summary)
     yield "" if run.start is None else safe(run.start.holder.started)
+
+
+def _progress(newest: Sequence[Record]) -> Iterator[str]:
+    """Yield steps and the last validation of a run under way, and nothing of what it does not
+    know yet.
+    """
+    trained = [record["step"] for record in newest if record["phase"] is Phase.TRAIN]
+    yield f"{trained[-1]:,}" if trained else ""
+    scores = [
+        record["metrics"].get("reward/mean")
+        for record in newest
+        if record["phase"] is Phase.VALIDATION
+    ]
+    yield number(scores[-1]) if scores else ""
+    yield from ("", "")
+
+
+def _results(summary: Summary) -> Iterator[str]:
+    """Yield steps, validations, test and seconds of a run that has ended."""
+    scores = summary.validation
+    yield f"{summary.steps:,}"
+    if scores.first is None and scores.last is None:
+        yield ""
+    else:
+        yield f"{number(scores.first)} &rarr; {number(scores.last)}"
+    yield "" if scores.test is None else number(scores.test)
+    yield duration(summary.seconds)
