@@ -113,6 +113,10 @@ class PeerError(RunError):
     """A peer is dead, stands still, or sent a message that is refused."""
 
 
+class PeerGone(PeerError):
+    """A peer's process has ended, or its connection was closed, before it answered."""
+
+
 class SilentPeer(PeerError):
     """A peer gave no sign of life for as long as ``cluster.peer_timeout``."""
 

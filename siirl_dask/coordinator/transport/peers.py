@@ -24,7 +24,7 @@ from siirl_dask.coordinator.transport.messages import (
     Request,
     TransitionKey,
 )
-from siirl_dask.errors import PeerError, SilentPeer
+from siirl_dask.errors import PeerError, PeerGone, SilentPeer
 
 # Several coroutines at once: the first failure cancels the others and is raised as itself.
 
@@ -137,7 +137,8 @@ class PeerTransport:
         self._rounds = asyncio.create_task(self._ping_in_rounds())
 
     async def request(self, worker: str, request: Request) -> Reply:
-        """Send a request and return the reply. PeerError when the peer is gone, silent, or refuses.
+        """Send a request and return the reply. PeerGone when the peer is gone,
+        SilentPeer when it is silent, another PeerError when it refuses.
 
         A peer that is alive may take any time: whether anything gets done is watched for the run as
         a whole.
@@ -153,11 +154,11 @@ class PeerTransport:
         except TimeoutError as error:
             if timeout in self._silent:
                 raise SilentPeer(self._place(worker, request) + self._silence()) from error
-            raise self._failed(worker, request, f"the peer is gone ({error})") from error
+            raise self._gone(worker, request, error) from error
         except OSError as error:
-            raise self._failed(worker, request, f"the peer is gone ({error})") from error
+            raise self._gone(worker, request, error) from error
         except PeerError as error:
-            raise self._failed(worker, request, str(error)) from error
+            raise PeerError(self._place(worker, request) + str(error)) from error
         finally:
             pending.discard(timeout)
             self._asked.pop(timeout, None)
@@ -219,8 +220,8 @@ class PeerTransport:
             "its process has ended or was stopped, or it is cut off"
         )
 
-    def _failed(self, worker: str, request: Request, reason: str) -> PeerError:
-        return PeerError(self._place(worker, request) + reason)
+    def _gone(self, worker: str, request: Request, error: OSError) -> PeerGone:
+        return PeerGone(f"{self._place(worker, request)}the peer is gone ({error})")
 
     def _place(self, worker: str, request: Request) -> str:
         return (

@@ -23,7 +23,7 @@ from siirl_dask.coordinator.databuffer.slots import Window
 from siirl_dask.coordinator.transport.carriers import HostCarrier, NetworkCarrier
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.coordinator.transport.peers import Carrier, PeerTransport
-from siirl_dask.errors import ConfigError, PeerError
+from siirl_dask.errors import ConfigError, PeerError, PeerGone, SilentPeer
 from siirl_dask.planner import Edge, Hosts
 from siirl_dask.trace import Lane, Recorder
 
@@ -167,6 +167,8 @@ class DataPlane:
         started = time.monotonic_ns()
         try:
             reply = await self._handler(request)
+        except (PeerGone, SilentPeer):
+            raise  # whom this worker had to ask first; the driver names the worker that was lost
         except PeerError as error:
             logger.warning("refused a request of run %s: %s", self._run, error)
             raise

@@ -14,7 +14,7 @@ from siirl_dask.coordinator.transport.messages import (
     TransitionKey,
 )
 from siirl_dask.coordinator.transport.peers import PeerTransport
-from siirl_dask.errors import PeerError
+from siirl_dask.errors import PeerGone
 
 KEY = TransitionKey("run", 1, "train/a->b")
 
@@ -53,19 +53,19 @@ def test_a_read_is_asked_again_when_its_connection_breaks(op):
 def test_what_the_peer_may_have_done_is_asked_once(op):
     carrier = Breaking(1)
     with pytest.raises(
-        PeerError, match=f"{op} from worker 'b' at tcp://10.0.0.2:1: the peer is gone"
+        PeerGone, match=f"{op} from worker 'b' at tcp://10.0.0.2:1: the peer is gone"
     ):
         ask(op, carrier)
     assert carrier.asked == 1
 
 
 def test_a_connection_that_breaks_every_time_is_an_error():
-    with pytest.raises(PeerError, match="the peer is gone"):
+    with pytest.raises(PeerGone, match="the peer is gone"):
         ask(Op.FETCH, Breaking(99))
 
 
 def test_a_peer_on_this_host_is_asked_once_as_no_link_can_fail():
     near, far = Breaking(1), Breaking(0)
-    with pytest.raises(PeerError, match="the peer is gone"):
+    with pytest.raises(PeerGone, match="the peer is gone"):
         ask(Op.FETCH, near, far)
     assert (near.asked, far.asked) == (1, 0)
