@@ -194,7 +194,7 @@ def rendered(
     with named(name):
         ids: Sequence[int] = tokenizer.encode(prompt, continue_answer=continue_answers)
     text = shortened(tokenizer.decode(ids, skip_special=False))
-    remark = tokenizer.untemplated_note if isinstance(prompt, str) else ""
+    remark = tokenizer.untemplated_note if isinstance(prompt, str) else tokenizer.unbegun_note
     return FirstPrompt(text, len(ids), remark)
 
 
