@@ -1,5 +1,5 @@
-"""What a source holds is read, or said not to be: no file of rows is left out without a word, and
-no split is trained on that is tested on.
+"""Files of a source are read, or said not to be: no file of rows is left out without a word, and no
+split is trained on that is tested on.
 """
 
 from __future__ import annotations
