@@ -206,7 +206,8 @@ class MessageForms:
     def _of_content(self, content: object) -> str:
         """Return what the template writes of a user's message; some want a system's before it."""
         message = {"role": "user", "content": content}
-        for chat in ([message], [{"role": "system", "content": "a"}, message]):
+        chats: tuple[Chat, ...] = ([message], [{"role": "system", "content": "a"}, message])
+        for chat in chats:
             text = self._tried(chat)
             if text is not None:
                 return text
