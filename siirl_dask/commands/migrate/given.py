@@ -169,7 +169,10 @@ def _config_files(words: Sequence[str]) -> list[str]:
     for word in words:
         if takes_next or _CONFIG_FILE.match(word):
             found.append(word)
-        takes_next = not takes_next and _CONFIG_FILE.fullmatch(word) is not None
+        if takes_next:
+            takes_next = False
+        else:
+            takes_next = _CONFIG_FILE.fullmatch(word) is not None
     return found
 
 

@@ -325,7 +325,9 @@ def _sets_unknown_attribute(call: ast.Call, owner: str) -> bool:
     """Return whether a call sets an attribute of ``owner`` whose name the script does not spell."""
     match call:
         case ast.Call(func=ast.Name(id="setattr"), args=[ast.Name(id=name), attribute, _]):
-            return name == owner and not isinstance(attribute, ast.Constant)
+            if isinstance(attribute, ast.Constant):
+                return False
+            return name == owner
     return False
 
 

@@ -131,9 +131,9 @@ class ScriptNames:
         for name, count in stores.items():
             if count > len(self.assigned.get(name, [])):
                 self.assigned.setdefault(name, []).append(None)
-        for changed, lines in attributes.items():
-            if len(lines) > self._attribute_stores.get(changed, 0):
-                self.attributes[changed] = ast.Name(id="?", lineno=max(lines))
+        for stored, lines in attributes.items():
+            if len(lines) > self._attribute_stores.get(stored, 0):
+                self.attributes[stored] = ast.Name(id="?", lineno=max(lines))
 
     def _assign(self, target: ast.expr, value: ast.expr | None) -> None:
         is_parsed = False
