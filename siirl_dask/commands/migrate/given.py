@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -165,14 +166,12 @@ def _from_call(call: ShellCall, more: Sequence[str], origin: str) -> Given:
 def _config_files(words: Sequence[str]) -> list[str]:
     """Return the words that choose a YAML file of theirs: ``--config-name=my``, ``-cn my``."""
     found: list[str] = []
-    takes_next = False
-    for word in words:
-        if takes_next or _CONFIG_FILE.match(word):
+    rest = iter(words)
+    for word in rest:
+        if _CONFIG_FILE.match(word):
             found.append(word)
-        if takes_next:
-            takes_next = False
-        else:
-            takes_next = _CONFIG_FILE.fullmatch(word) is not None
+        if _CONFIG_FILE.fullmatch(word):
+            found += islice(rest, 1)  # the name is a word of its own
     return found
 
 
