@@ -133,16 +133,14 @@ def test_prompts_that_no_tokenizer_takes_are_refused_before_a_run(prompts, folde
     assert check_rows(source_of(folder), encoded=False) == []
 
 
-def test_parts_of_a_content_that_an_import_made_text_are_refused_before_a_run(tmp_path):
-    (tmp_path / "a.jsonl").write_text(
-        '{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": '
-        '[{"type": "text", "text": "2+2?"}]}], "answer": "4"}\n'
-    )
-    rows, (remark,) = imported(tmp_path / "a.jsonl", tmp_path)
-    assert rows == 1
-    assert "prompt[].content holds texts and lists" in remark
+def test_parts_of_a_content_that_became_json_are_refused_before_a_run(folder):
+    chat = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": '[{"type": "text", "text": "2+2?"}]'},
+    ]
+    pq.write_table(pa.table({"prompt": [chat], "answer": ["4"]}), folder / "a.parquet")
     with pytest.raises(DataError, match="a list of parts that became JSON"):
-        check_rows(source_of(tmp_path / "table"))
+        check_rows(source_of(folder))
 
 
 def test_chats_that_became_json_are_refused_before_a_run(folder):

@@ -118,8 +118,8 @@ def check_rows(dataset: Dataset, *, answered: bool = True, encoded: bool = True)
             if part is not None:
                 raise DataError(
                     f"dataset {source.url!r}: the content of a message in {place} is the text "
-                    f"{part!r:.60}, a list of parts that became JSON, as data import makes it where "
-                    "other messages have texts: write all contents as texts, or all as lists"
+                    f"{part!r:.60}, a list of parts that became JSON: write all contents as lists, or "
+                    "as texts; of JSON lines data import makes lists of both"
                 )
             looked += len(answers)
             nulls += answers.null_count
