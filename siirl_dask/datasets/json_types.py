@@ -106,7 +106,9 @@ class JsonShape:
         if self._name != _CONTENT or self._kinds.keys() != {str, list}:
             return False
         item = self._below()
-        return item._kinds.keys() == {dict} and _PART.keys() <= item._fields.keys()
+        if item._kinds.keys() != {dict}:
+            return False
+        return _PART.keys() <= item._fields.keys()
 
     @property
     def type(self) -> pa.DataType:
