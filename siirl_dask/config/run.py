@@ -64,6 +64,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         at_least("run", 1, steps=self.steps, lookahead=self.lookahead)
         at_least("run", 0, seed=self.seed, max_restarts=self.max_restarts, grace=self.grace)
+        if self.seed >= 2**63:
+            raise ConfigError(f"run.seed={self.seed}: expected a whole number below 2**63")
         if self.node_timeout is not None:
             at_least("run", 0, node_timeout=self.node_timeout)
         if self.keep_stages is not None:

@@ -4,18 +4,22 @@ from siirl_dask.coordinator.source import (
     Dataset,
     Mixture,
     Source,
+    data_files,
     dataset_schema,
     exists,
     open_source,
     opened,
     source_schema,
+    splits_of,
     training_dataset,
+    unread_files,
 )
 
 __all__ = [
     "Dataset",
     "Mixture",
     "Source",
+    "data_files",
     "databuffer",
     "dataloader",
     "dataset_schema",
@@ -24,6 +28,8 @@ __all__ = [
     "open_source",
     "opened",
     "source_schema",
+    "splits_of",
     "training_dataset",
     "transport",
+    "unread_files",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from shlex import quote
@@ -29,6 +29,12 @@ from siirl_dask.schema import (
 _OWN = (*IDENTITY, *ORIGIN)  # columns that no dataset has
 # what names of JSON and CSV end in
 _TEXT = re.compile(r"\.(jsonl?|ndjson|csv|tsv)(\.(gz|zst))?$", re.IGNORECASE)
+_SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev)(?=[-_./]|$)", re.IGNORECASE)
+_PACKED = r"\.(gz|bz2|xz|zst|lz4|br|snappy|zip|7z)"
+_DATA = re.compile(
+    rf"\.((parquet|parq|pq|arrow|feather|jsonl|jsonlines|ndjson|csv|tsv)({_PACKED})?|json{_PACKED})$",
+    re.IGNORECASE,
+)
 _ROW = 8  # bytes that a row takes at least: its place in the order of its row group
 
 
@@ -165,6 +171,13 @@ def open_source(source: Source) -> Snapshot:
         ) from error
     if snapshot.num_rows == 0:
         raise DataError(f"dataset {source.url!r} has no rows: expected at least one")
+    splits = splits_of(part.path for part in snapshot.parts) if snapshot.version is None else []
+    if len(splits) > 1:
+        raise DataError(
+            f"dataset {source.url!r} holds files of several splits ({', '.join(splits)}), and a run "
+            "that reads them all trains on what it is tested on: name one file or a folder of one "
+            "split, or make a table of a split's files with siirl-dask data import"
+        )
     source_schema(snapshot.schema, source)
     longest = max(snapshot.row_groups(), key=lambda group: group.rows)
     if longest.rows * _ROW > source.read_limit:
@@ -176,6 +189,42 @@ def open_source(source: Source) -> Snapshot:
     return snapshot
 
 
+def splits_of(names: Iterable[str]) -> list[str]:
+    """Return the splits (train, test, ...) that names of files say they are of."""
+    found = set()
+    for name in names:
+        words = _SPLIT.findall(name)
+        if words:
+            found.add(words[-1].lower())
+    return sorted(found)
+
+
+def unread_files(source: Source) -> list[str]:
+    """Return the files of data in a folder of plain files that a run does not read: of another
+    kind, or with another ending.
+    """
+    snapshot = open_source(source)
+    if snapshot.version is not None:
+        return []
+    read = {part.path for part in snapshot.parts}
+    fs, path = open_fs(source.url)
+    return [name for name in data_files(list_files(fs, path)) if name not in read]
+
+
+def data_files(names: Iterable[str]) -> list[str]:
+    """Return the names that end as those of files with rows do, of kinds that nothing here reads
+    among them, such as ``.jsonl.xz``; not ``.json``, as which many tools write their records.
+    """
+    return [name for name in _unhidden(names) if _DATA.search(name)]
+
+
+def _unhidden(names: Iterable[str]) -> list[str]:
+    """Return names of files without those that tools hide: with a step that begins with _ or a
+    dot.
+    """
+    return [name for name in names if not any(step[:1] in ("_", ".") for step in name.split("/"))]
+
+
 def refuse_text(url: str) -> None:
     """Raise DataError with the command that makes a table of it where JSON or CSV is at ``url``,
     which has no table.
@@ -184,11 +233,7 @@ def refuse_text(url: str) -> None:
     found = _TEXT.search(path)
     table = _TEXT.sub("", url)
     if found is None:
-        names = [
-            name
-            for name in list_files(fs, path)
-            if not any(step[:1] in ("_", ".") for step in name.split("/"))
-        ]
+        names = _unhidden(list_files(fs, path))
         endings = {match[1].lower() if match else None for match in map(_TEXT.search, names)}
         if not endings or None in endings:
             return

@@ -6,7 +6,7 @@ A recipe is one line of a configuration: ``data.prepare: siirl_dask.datasets:gsm
 
 from siirl_dask.datasets.chat_messages import ChatColumn
 from siirl_dask.datasets.destination import destination
-from siirl_dask.datasets.importing import ImportRequest, PromptLengths, import_data
+from siirl_dask.datasets.importing import ImportRequest, PromptLengths, import_data, is_prompt
 from siirl_dask.datasets.lengths import LengthDistribution, characters
 from siirl_dask.datasets.mapping import ColumnMapping, parse_type
 from siirl_dask.datasets.recipes import dapo_17k, geometry3k, gsm8k, math
@@ -24,6 +24,7 @@ __all__ = [
     "geometry3k",
     "gsm8k",
     "import_data",
+    "is_prompt",
     "longer_than",
     "math",
     "parse_type",

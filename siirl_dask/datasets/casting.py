@@ -4,6 +4,8 @@ with its row.
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -70,6 +72,8 @@ def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
     made = array.cast(kind)
     if types.is_floating(kind):
         _check_floats(array, made)
+    if types.is_boolean(kind) and _is_number(array.type):
+        _refuse(array, pc.not_equal(made.cast(array.type), array), "is neither 0 nor 1")
     return made
 
 
@@ -86,11 +90,21 @@ def _check_floats(array: pa.Array, made: pa.Array) -> None:
     another.
     """
     numbers = made.cast(pa.float64())
+    if _is_number(array.type):
+        before = array.cast(pa.float64(), safe=False)
+        _refuse(array, pc.and_(pc.is_inf(numbers), pc.invert(pc.is_inf(before))))
+        whole = pc.equal(pc.floor(before), before)
+        _refuse(array, pc.and_(whole, pc.not_equal(numbers, before)), "would become another")
+        return
+    if pa.types.is_decimal(array.type):
+        pairs = zip(array.to_pylist(), made.to_pylist(), strict=True)
+        _refuse(
+            array,
+            pa.array([_changes(one, other) for one, other in pairs], pa.bool_()),
+            "would become another",
+        )
+        return
     if not _is_text(array.type):
-        if pa.types.is_floating(array.type):
-            _refuse(
-                array, pc.and_(pc.is_inf(numbers), pc.invert(pc.is_inf(array.cast(pa.float64()))))
-            )
         return
     _refuse(
         array, pc.and_(pc.is_inf(numbers), pc.invert(pc.match_substring_regex(array, _ENDLESS)))
@@ -105,10 +119,21 @@ def _check_floats(array: pa.Array, made: pa.Array) -> None:
             raise ValueError(f"{text!r:.100} would become {int(number)}")
 
 
-def _refuse(array: pa.Array, unfit: pa.Array) -> None:
+def _changes(number: Decimal | None, made: float | None) -> bool:
+    """Return whether a whole number became another."""
+    if number is None or made is None or number != number.to_integral_value():
+        return False
+    return number != Decimal(made)
+
+
+def _refuse(array: pa.Array, unfit: pa.Array, reason: str = "is out of its range") -> None:
     found = array.filter(unfit)
     if len(found):
-        raise ValueError(f"{found[0].as_py()!r:.100} is out of its range")
+        raise ValueError(f"{found[0].as_py()!r:.100} {reason}")
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -202,14 +202,15 @@ def check_prompts(schema: pa.Schema, prompt: str, name: str) -> None:
             f"{', '.join(known)}){did_you_mean(prompt, known)}; --prompt names it"
         )
     kind = extract(schema.empty_table(), prompt).type
-    if not _is_prompt(kind):
+    if not is_prompt(kind):
         raise DataError(
             f"column {prompt!r} holds {kind}: expected texts, or lists of chat messages (role, "
             "content)"
         )
 
 
-def _is_prompt(kind: pa.DataType) -> bool:
+def is_prompt(kind: pa.DataType) -> bool:
+    """Return whether values of a type are texts, or lists of chat messages."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return _is_message(kind.value_type)
     if pa.types.is_large_string(kind):

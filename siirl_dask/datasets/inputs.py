@@ -34,15 +34,15 @@ from siirl_storage import (
     open_table,
 )
 
+from siirl_dask.coordinator import data_files, splits_of
 from siirl_dask.datasets.ecosystem_rows import EcosystemRows
 from siirl_dask.datasets.text_files import JsonFiles, open_csv
-from siirl_dask.errors import DataError, UserError, did_you_mean
+from siirl_dask.errors import DataError, UserError, counted, did_you_mean
 from siirl_dask.planner.spec.ecosystems import ecosystem_name
 
 MAX_BATCH_BYTES = 2**30
 """Bytes that one batch of rows may take in memory."""
 _LARGEST_RECORD = 2**24  # bytes of a saved dataset's own JSON files
-_SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev)(?=[-_./]|$)", re.IGNORECASE)
 _RECORDS = (
     "dataset_info.json",
     "dataset_infos.json",
@@ -93,6 +93,8 @@ class InputRows:
     """Yields the rows; TypesChanged if some do not have the types of the first, as JSON's may
     not."""
     json: JsonFiles | None = None
+    skipped: tuple[str, ...] = ()
+    """Files that its source names beside it, and that are of no kind that is read."""
 
     def settled(self) -> InputRows:
         """Return it with the schema that all rows have."""
@@ -102,8 +104,18 @@ class InputRows:
         return replace(self, schema=self.json.schema)
 
     def remarks(self) -> Sequence[str]:
-        """Return texts for the user on how the values were read, once all are."""
-        return () if self.json is None else self.json.remarks
+        """Return texts for the user on what is not read, and on how the values were read, once all
+        are.
+        """
+        texts = [] if self.json is None else list(self.json.remarks)
+        if self.skipped:
+            texts.append(
+                f"{counted(len(self.skipped), 'file')}, such as {self.skipped[0]!r}, "
+                f"{'is' if len(self.skipped) == 1 else 'are'} of no known kind, and not read: "
+                f"expected names that end in {', '.join(_ENDINGS)}, text also in "
+                f"{', '.join(_COMPRESSED)}"
+            )
+        return texts
 
 
 def open_inputs(source: str, separator: str | None = None) -> list[InputRows]:
@@ -135,9 +147,9 @@ def open_inputs(source: str, separator: str | None = None) -> list[InputRows]:
                 for name, info in found.items()
                 if info["type"] == "file"
             }
-            return _open_files(
-                source, fs, {name: kind for name, kind in files.items() if kind}, separator
-            )
+            known = {name: kind for name, kind in files.items() if kind}
+            opened = _open_files(source, fs, known, separator)
+            return _beside(opened, [name for name in files if name not in known])
         if fs.isfile(path):
             kind = kind_of(path)
             if kind is None:
@@ -251,17 +263,26 @@ def _open_folder(
         kinds = {
             name: kind for name, kind in kinds.items() if name.rpartition("/")[2] not in _RECORDS
         }
-    splits = sorted({match.lower() for name in kinds for match in _SPLIT.findall(name)})
+    skipped = [name for name in data_files(files) if name not in kinds]
+    splits = splits_of(kinds)
     if len(splits) > 1:
         raise DataError(
             f"{source!r} holds files of several splits ({', '.join(splits)}): name one, as in "
             f"{join(source, re.sub(r'[^/]*$', '', next(iter(kinds)).lstrip('/')) + splits[-1] + '*')}"
         )
     if set(kinds.values()) == {InputKind.PARQUET}:
-        return [_open_table(source, source)]  # with columns from the names of folders
-    return _open_files(
+        # with columns from the names of folders
+        return _beside([_open_table(source, source)], skipped)
+    opened = _open_files(
         source, fs, {f"{path.rstrip('/')}/{name}": kind for name, kind in kinds.items()}, separator
     )
+    return _beside(opened, skipped)
+
+
+def _beside(opened: list[InputRows], skipped: Sequence[str]) -> list[InputRows]:
+    """Return inputs, the first of which remarks on files that are not read."""
+    first, *others = opened
+    return [replace(first, skipped=tuple(sorted(skipped))), *others]
 
 
 def _is_hidden(name: str) -> bool:

@@ -22,6 +22,9 @@ _MOST_PLACES = 10_000  # of keys and lists in all
 _DEEPEST = 60  # objects and lists in each other
 _PLAIN_FROM = 1e-4  # numbers that Python and Arrow print without an exponent
 _PLAIN_TO = 1e14
+_CONTENT = "content"
+_PART = {"type": "text", "text": ""}
+"""A part of a message's content that is a text."""
 _NONE = type(None)
 _TEXTS = {str, bytes, _NONE}
 _KINDS = {
@@ -39,8 +42,9 @@ Values = Sequence[Any]
 class JsonShape:
     """Kinds of the values at one place of all rows."""
 
-    def __init__(self, depth: int = 0, places: Iterator[int] | None = None) -> None:
+    def __init__(self, depth: int = 0, places: Iterator[int] | None = None, name: str = "") -> None:
         self._depth = depth
+        self._name = name
         self._places = count() if places is None else places  # of all shapes below the first
         self._kinds: dict[type, None] = {}  # in the order in which they were seen
         self._fields: dict[str, JsonShape] = {}
@@ -71,7 +75,7 @@ class JsonShape:
                 if self._has_data_as_keys:
                     return
                 name.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
-                self._fields[name] = self._deeper()
+                self._fields[name] = self._deeper(name)
             self._fields[name].look(_items_there(values, name))
 
     def _below(self) -> JsonShape:
@@ -79,14 +83,14 @@ class JsonShape:
             self._item = self._deeper()
         return self._item
 
-    def _deeper(self) -> JsonShape:
+    def _deeper(self, name: str = "") -> JsonShape:
         if self._depth == _DEEPEST:
             raise ValueError(f"its values are nested more than {_DEEPEST} deep")
         if next(self._places) >= _MOST_PLACES:
             raise ValueError(
                 f"all rows up to it have more than {_MOST_PLACES} different keys: these are data"
             )
-        return JsonShape(self._depth + 1, self._places)
+        return JsonShape(self._depth + 1, self._places, name)
 
     @property
     def _has_data_as_keys(self) -> bool:
@@ -95,8 +99,22 @@ class JsonShape:
         return len(self._fields) >= _MOST_KEYS
 
     @property
+    def _holds_parts_and_texts(self) -> bool:
+        """Whether it is the content of chat messages, of which some have texts and others lists of
+        parts: a text is a list of one part then, as it is to chat templates.
+        """
+        if self._name != _CONTENT or self._kinds.keys() != {str, list}:
+            return False
+        item = self._below()
+        if item._kinds.keys() != {dict}:
+            return False
+        return _PART.keys() <= item._fields.keys()
+
+    @property
     def type(self) -> pa.DataType:
         """Type that holds all values as they are; text where there is none but nulls."""
+        if self._holds_parts_and_texts:
+            return pa.list_(self._below().type)
         if len(self._kinds) != 1 or self._reason() is not None:
             return pa.string()
         (kind,) = self._kinds
@@ -131,6 +149,10 @@ class JsonShape:
 
     def remarks(self, path: str = "") -> Iterator[str]:
         """Yield what is text although it was written otherwise, with the path of each place."""
+        if self._holds_parts_and_texts:
+            yield f"{path} holds texts and lists of parts: a text is a list of one part"
+            yield from self._below().remarks(f"{path}[]")
+            return
         reason = self._reason()
         if path and reason is not None:
             yield f"{path} holds {reason}: text, as it is written"
@@ -197,6 +219,8 @@ def array_of(values: Values, kind: pa.DataType) -> pa.Array:
         arrays = [array_of(_items_or_none(objects, one.name), one.type) for one in kind]
         return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=absent)
     if pa.types.is_list(kind):
+        if str in set(map(type, values)):
+            values = [[_PART | {"text": one}] if isinstance(one, str) else one for one in values]
         lists, absent = _present(values, [])
         ends = pa.array([0, *accumulate(map(len, lists))], pa.int32())
         items = array_of(list(chain.from_iterable(lists)), kind.value_type)

@@ -21,7 +21,7 @@ from siirl_dask.errors import DataError
 from siirl_dask.schema import decoded, is_index_column
 
 _ROW_GROUP_BYTES = 2**24  # before they are encoded, as data import writes
-_CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*'(role|content)'\s*:""")
+_CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(['"])(role|content)\1\s*:""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +118,16 @@ def _chat_as_text(table: pa.Table, prompt: str) -> str:
     if example is None:
         return ""
     return (
-        f"the prompts (data.prompt={prompt}) are texts such as {example!r:.60}: Dask made text of "
-        'lists of chat messages. Set dask.config.set({"dataframe.convert-string": False}) before '
-        "the dataframe is made, or use a bag or Arrow tables, which keep them"
+        f"the prompts (data.prompt={prompt}) are texts such as {example!r:.60}, lists of chat "
+        'messages that became text, as Dask makes it of objects: set dask.config.set({"dataframe.'
+        'convert-string": False}) before the dataframe is made, or use a bag or Arrow tables, which '
+        "keep them"
     )
 
 
 def chat_as_text(prompts: pa.ChunkedArray) -> str | None:
-    """Return the first prompt where each is a text that begins as Python prints a list of chat
-    messages; None where one does not, and where there are none.
+    """Return the first prompt where each is a text that begins as Python or JSON writes a list of
+    chat messages; None where one does not, and where there are none.
     """
     kind = prompts.type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):

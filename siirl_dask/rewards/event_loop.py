@@ -5,6 +5,7 @@ after the other.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import partial
@@ -113,7 +114,10 @@ class LoopCalls:
         limit = asyncio.timeout(self._timeout)
         try:
             async with limit:
-                return await self._function(**row), None
+                result = self._function(**row)
+                if inspect.isawaitable(result):
+                    result = await result
+                return result, None
         except asyncio.CancelledError as error:
             if self._stopped:
                 raise

@@ -18,6 +18,7 @@ from typing import Any
 from siirl_dask.errors import ConfigError
 from siirl_dask.pickling import dumps
 from siirl_dask.rewards.child_process import Child, Outcome, connect, describe_exception
+from siirl_dask.rewards.numbers import as_float
 
 Row = Mapping[str, Any]
 """The arguments of a reward function, by name."""
@@ -153,6 +154,6 @@ def serve(file: int) -> None:
 
 def _as_json(outcome: Outcome) -> bytes:
     try:
-        return json.dumps(outcome, default=float).encode()
-    except (TypeError, ValueError):
+        return json.dumps(outcome, default=as_float).encode()
+    except (TypeError, ValueError, OverflowError):
         return json.dumps((None, f"gave {outcome[0]!r:.200}: expected a number")).encode()

@@ -18,6 +18,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.planner import RoleCost, builds
 from siirl_dask.rewards.child_process import Outcome
 from siirl_dask.rewards.event_loop import LoopCalls
+from siirl_dask.rewards.numbers import number_of
 from siirl_dask.rewards.process_pool import Pool, PoolCalls, Row, call_reward
 from siirl_dask.rewards.text_answers import reads_prompt_text
 from siirl_dask.rewards.trl_functions import check_trl_functions, from_trl
@@ -188,8 +189,9 @@ def score_of(outcome: Outcome) -> Score:
     result, failure = outcome
     if failure is not None:
         return Score(failure=failure)
-    parts = result if isinstance(result, Mapping) else {}
-    reward = parts.get(REWARD_KEY) if isinstance(result, Mapping) else result
+    given = result if isinstance(result, Mapping) else {}
+    parts = {name: number_of(value) for name, value in given.items()}
+    reward = parts.get(REWARD_KEY) if isinstance(result, Mapping) else number_of(result)
     numbers = {**parts, REWARD_KEY: reward}
     if bad := {str(name): value for name, value in numbers.items() if not _is_number(value)}:
         return Score(
@@ -259,7 +261,18 @@ def works_beside(options: Mapping[str, Any]) -> bool:
 
 
 def _is_async(reward: RewardFn) -> bool:
-    return inspect.iscoroutinefunction(reward.func if isinstance(reward, partial) else reward)
+    """Return whether a call gives a coroutine: of an async function, or an object that is called so,
+    below decorators that say what they wrap; or of ``from_trl`` with such a function.
+    """
+    function = inspect.unwrap(reward.func if isinstance(reward, partial) else reward)
+    if function is from_trl:
+        functions = reward.keywords.get("functions") if isinstance(reward, partial) else None
+        return any(map(_is_async, functions if isinstance(functions, list | tuple) else ()))
+    if inspect.iscoroutinefunction(function):
+        return True
+    return inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
 
 
 @builds(preflight=check_scorer, provides=["scorer"], beside=works_beside)

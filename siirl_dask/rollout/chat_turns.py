@@ -15,19 +15,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from siirl_dask.errors import ConfigError
+from siirl_dask.rollout.message_forms import MessageForms
 
 _SENTINELS = ("siirlsentinelturn", "anothersentinelturn")
 _PROBE = "siirlprobemessage"
 Messages = Sequence[Mapping[str, Any]]
-
-
-def without_nulls(value: Any) -> Any:
-    """Return plain data without the fields of its mappings that are null, however deep they are."""
-    if isinstance(value, Mapping):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [without_nulls(item) for item in value]
-    return value
 
 
 def _unused(*given: Sequence[Mapping[str, Any]]) -> str:
@@ -58,6 +50,7 @@ class ChatTurns:
         self._tokenizer = tokenizer
         self._path = path
         self._template = dict(template or {})
+        self._forms = MessageForms(tokenizer, path, self._template)
         self._check()
 
     def after_turn(
@@ -86,11 +79,7 @@ class ChatTurns:
         """Return what the template writes after an assistant's ``turn``, up to where it answers
         the new messages.
         """
-        chat = [
-            *map(without_nulls, before),
-            {"role": "assistant", "content": turn},
-            *map(without_nulls, new),
-        ]
+        chat = self._forms.prepared([*before, {"role": "assistant", "content": turn}, *new])
         given: list[Any] | None = [*map(dict, tools)] or None
         try:
             text: Any = self._tokenizer.apply_chat_template(

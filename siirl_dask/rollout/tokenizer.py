@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from siirl_dask.config import ModelConfig
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
 from siirl_dask.models.loading import refused_by_name
-from siirl_dask.rollout.chat_turns import ChatTurns, without_nulls
+from siirl_dask.rollout.chat_turns import ChatTurns
+from siirl_dask.rollout.message_forms import MessageForms
 from siirl_dask.schema import ENDS_WITH_ANSWER
 
 _TURN = "siirlturn"
@@ -48,6 +49,7 @@ class HuggingFaceTokenizer:
         """Tokens that end a response: the generation config's and the tokenizer's."""
         self._left_out: frozenset[int] | None = None
         self._turns: ChatTurns | None = None
+        self._forms = MessageForms(tokenizer, path, self._template)
         self._check_template()
 
     def with_options(self, model: ModelConfig) -> HuggingFaceTokenizer:
@@ -141,6 +143,15 @@ class HuggingFaceTokenizer:
             f"model.add_special_tokens={str(self._add_special_tokens).lower()}: prompts that are "
             f"texts {verb} {own}, {' and '.join(shown)} each"
         )
+
+    @property
+    def unbegun_note(self) -> str:
+        """Return a sentence where the chat template ends a prompt before the assistant's turn
+        begins; empty where it does not, or there is none.
+        """
+        if not self._tokenizer.chat_template:
+            return ""
+        return self._forms.unbegun_note
 
     def _around(self) -> tuple[list[int], list[int]]:
         """Return the special tokens that the tokenizer puts before and after a text."""
@@ -236,24 +247,27 @@ class HuggingFaceTokenizer:
                 f"model.path={self._path!r}: its tokenizer has no chat template, and a prompt is a "
                 "list of messages; expected a chat model, or prompts that are strings"
             )
-        answered = [_ends_with_answer(chat) for chat in chats]
+        prepared = [self._forms.prepared(chat) for chat in chats]
+        answered = [chat[-1]["role"] == "assistant" for chat in prepared]
         if any(answered) and not continue_answer:
             raise DataError(ENDS_WITH_ANSWER)
         schemas: list[Any] | None = [*map(dict, tools)] or None
-        encoded: list[list[int]] = [[]] * len(chats)
+        written: list[str] = [""] * len(prepared)
         for goes_on in sorted(set(answered)):
             places = [place for place, ends in enumerate(answered) if ends is goes_on]
-            ids: Any = self._tokenizer.apply_chat_template(
-                [[without_nulls(message) for message in chats[place]] for place in places],
+            texts: Any = self._tokenizer.apply_chat_template(
+                [prepared[place] for place in places],
                 tools=schemas,
                 add_generation_prompt=not goes_on,
                 continue_final_message=goes_on,
-                return_dict=False,
+                tokenize=False,
                 **self._template,
             )
-            for place, own in zip(places, ids, strict=True):
-                encoded[place] = list(own)
-        return encoded
+            for place, text in zip(places, texts, strict=True):
+                self._forms.check_written(prepared[place], text)
+                written[place] = text
+        ids = self._tokenizer(written, add_special_tokens=False)["input_ids"]
+        return [list(own) for own in ids]
 
     def _check_template(self) -> None:
         """Raise ConfigError for arguments that no chat template reads: it would leave them out
@@ -339,9 +353,3 @@ def end_tokens(config: GenerationConfig | None, own: int | None) -> frozenset[in
     if own is not None:
         ends.append(own)
     return frozenset(ends)
-
-
-def _ends_with_answer(chat: Sequence[Mapping[str, Any]]) -> bool:
-    if not chat:
-        return False
-    return chat[-1].get("role") == "assistant"

@@ -54,7 +54,8 @@ class Footer:
 
 def format_of(path: str) -> Format | None:
     """Return the format of a file name's suffix; None if the file is no part."""
-    return next((kind for ending, kind in _ENDINGS.items() if path.endswith(ending)), None)
+    name = path.lower()
+    return next((kind for ending, kind in _ENDINGS.items() if name.endswith(ending)), None)
 
 
 def encode(

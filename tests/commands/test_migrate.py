@@ -523,6 +523,36 @@ def test_scripts_without_one_call_are_refused(tmp_path, text, said):
         migrate([script(tmp_path, text)])
 
 
+@pytest.mark.parametrize(
+    ("words", "asks"),
+    [
+        ("--config-path=./config --config-name=mine", True),
+        ("--config-path=$HERE --config-name='gsm8k_multiturn_grpo'", True),
+        ("--config-name mine.yaml", True),
+        ("-cp conf -cn mine", True),
+        ("--config-name=ppo_trainer", False),
+        ("--config-path=config --config-name='ppo_megatron_trainer.yaml'", False),
+    ],
+)
+def test_a_configuration_file_that_is_not_read_is_asked_for_in_the_file_that_is_written(
+    tmp_path, words, asks
+):
+    done = migrate([script(tmp_path, f"HERE=/x\n{CALL} {words} data.train_batch_size=8\n")])
+    assert ("the options in that YAML file are not read" in done.text) is asks
+    assert done.text.count("TO DECIDE: --config") + done.text.count("TO DECIDE: -c") == int(asks)
+    assert "is no option" not in done.report
+    assert ("comes with verl" in done.report) is not asks
+    assert "batch_size: 8" in done.text
+
+
+def test_what_is_taken_out_of_their_defaults_is_named(tmp_path):
+    done = migrate([script(tmp_path, f"{CALL} data.train_batch_size=8 data.seed=3 ~data.seed\n")])
+    assert "data.seed" not in done.fates
+    assert "~data.seed" not in done.report
+    done = migrate([script(tmp_path, f"{CALL} data.train_batch_size=8 ~algorithm.kl_ctrl\n")])
+    assert "~algorithm.kl_ctrl: takes a default of theirs out" in done.report
+
+
 def test_other_files_are_refused_with_what_is_expected(tmp_path):
     ours = tmp_path / "ours.yaml"
     ours.write_text("base: dags/grpo.yaml\nrollout: {n: 4}\n")

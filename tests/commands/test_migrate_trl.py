@@ -241,7 +241,8 @@ def test_a_name_that_may_have_another_value_is_not_read(change, name):
 def test_a_part_of_a_dataset_and_a_changed_mapping_are_noted(written, noted):
     before = STANDARD.replace('ds = load_dataset("a")\n', "") if "ds" in written else STANDARD
     found = read_trl_script(TRAINS.format(before=f"{before}{written}"), "x.py", {})
-    assert any(noted in note for note in found.notes), found.notes
+    said = [*found.notes, *found.questions]
+    assert any(noted in note for note in said), said
 
 
 @pytest.mark.parametrize(
@@ -339,3 +340,51 @@ def test_what_cannot_be_known_is_left_to_decide(tmp_path, script):
 def test_the_page_shows_the_table_of_trl():
     page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
     assert trl_markdown() in page
+
+
+CONFIGURED = (
+    "from trl import GRPOConfig, GRPOTrainer\n"
+    "from my_rewards import share_of_digits\n"
+    "args = GRPOConfig(output_dir='o', num_generations=8)\n"
+    "{change}\n"
+    "GRPOTrainer(model='m', reward_funcs=share_of_digits, args={args}, train_dataset='d').train()\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ("setattr(args, 'num_generations', 32)", 32),
+        ("args.num_generations = args.beta = 32", 32),
+        ("if True:\n    setattr(args, 'num_generations', 32)", None),
+        ("args.num_generations *= 4", None),
+        ("args.num_generations, args.beta = 32, 0.1", None),
+        ("for args.num_generations in (1, 2):\n    pass", None),
+        ("with open('x') as args.num_generations:\n    pass", None),
+        ("", 8),
+    ],
+)
+def test_an_attribute_that_is_set_in_any_way_is_the_value_or_is_not_known(change, found):
+    read = read_trl_script(CONFIGURED.format(change=change, args="args"), "a.py", {})
+    assert ("num_generations" in read.unread) is (found is None)
+    assert found is None or read.values["num_generations"] == found
+    assert read.questions == []
+
+
+@pytest.mark.parametrize(
+    ("change", "args"),
+    [
+        ("for name in ('beta',):\n    setattr(args, name, 1)", "args"),
+        ("more = dict(beta=1)\nmore['x'] = 2\nargs = GRPOConfig(**more)", "args"),
+        ("import dataclasses", "dataclasses.replace(args, beta=1)"),
+        ("def made():\n    return args", "made()"),
+        ("more = {}\nmore['beta'] = 1", "args, **more"),
+    ],
+)
+def test_a_configuration_that_is_not_read_whole_is_asked_for_in_the_file(tmp_path, change, args):
+    path = tmp_path / "a.py"
+    path.write_text(CONFIGURED.format(change=change, args=args))
+    done = migrate([str(path)])
+    assert any(
+        "# TO DECIDE: line" in line and "as key=value" in line for line in done.text.splitlines()
+    )

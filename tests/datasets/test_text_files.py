@@ -352,3 +352,52 @@ def test_a_float_that_becomes_text_is_what_json_has(number):
     from siirl_dask.datasets.casting import cast
 
     assert cast(pa.chunked_array([[number]]), pa.string()).to_pylist() == [json.dumps(number)]
+
+
+PART = st.fixed_dictionaries(
+    {"type": st.just("text"), "text": st.text("ab [{", max_size=4)},
+    optional={"image": st.none() | st.just("x.png")},
+)
+CONTENT = st.none() | st.text('ab [{"', max_size=5) | st.lists(PART, max_size=3)
+
+
+@given(contents=st.lists(CONTENT, min_size=1, max_size=6), late=st.booleans())
+def test_texts_beside_parts_of_messages_are_parts_and_no_json(contents, late, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chats")
+    before = ["a"] * 9000 if late else []
+    rows = [{"prompt": [{"role": "user", "content": one}]} for one in [*before, *contents]]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    remarks = []
+    request = ImportRequest(
+        sources=[str(folder / "a.jsonl")], to=str(folder / "t"), remark=remarks.append
+    )
+    table = import_data(request).to_table()
+    found = [chat[0]["content"] for chat in table["prompt"].to_pylist()][len(before) :]
+    has_parts = any(isinstance(one, list) and one for one in contents)
+    texts = [one for one in [*before, *contents] if isinstance(one, str)]
+    if not has_parts:
+        return
+    for one, read in zip(contents, found, strict=True):
+        if one is None:
+            assert read is None
+            continue
+        expected = [{"type": "text", "text": one}] if isinstance(one, str) else one
+        assert [{k: v for k, v in part.items() if v is not None} for part in read] == [
+            {k: v for k, v in part.items() if v is not None} for part in expected
+        ]
+    assert bool(remarks) is bool(texts)
+    assert all("a text is a list of one part" in text for text in remarks)
+
+
+def test_texts_beside_lists_that_are_no_parts_stay_text(tmp_path):
+    for number, row in enumerate(
+        [
+            '{"content": "a"}\n{"content": [{"x": 1}]}\n',
+            '{"x": "a"}\n{"x": [{"type": "t", "text": "b"}]}\n',
+        ]
+    ):
+        (tmp_path / f"{number}.jsonl").write_text(row)
+        request = ImportRequest(
+            sources=[str(tmp_path / f"{number}.jsonl")], to=str(tmp_path / f"t{number}")
+        )
+        assert pa.types.is_string(import_data(request).schema[0].type)

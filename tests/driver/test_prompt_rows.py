@@ -87,15 +87,25 @@ def test_a_prompt_in_a_large_list_that_ends_with_its_answer_is_refused_by_its_ro
         check_rows(written(tmp_path, chats, ["y"] * 4, groups=9), answered=False)
 
 
-@pytest.mark.parametrize("first", [0, 1, 2, 3])
-def test_a_prompt_that_ends_with_its_answer_is_refused_by_its_row_before_anything_starts(
-    tmp_path, model, capsys, first
-):
+def answered_row(tmp_path, first):
+    """Return the chats from ``first`` on, and what is said of the one that has its answer."""
     source = written(tmp_path, CHATS.slice(first), ["y"] * (4 - first), groups=9)
-    said = f"the prompt of row {3 - first} of data.parquet: its last message is the assistant's"
+    return source, f"the prompt of row {3 - first} of data.parquet: its last message is the assist"
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_a_prompt_that_ends_with_its_answer_is_refused_by_its_row(tmp_path, first):
+    source, said = answered_row(tmp_path, first)
     with pytest.raises(DataError, match=said):
         check_rows(source, answered=False)
     assert check_rows(source) == []
+
+
+@pytest.mark.parametrize("first", [0, 2, 3])
+def test_a_prompt_that_ends_with_its_answer_is_refused_by_its_row_before_anything_starts(
+    tmp_path, model, capsys, first
+):
+    source, said = answered_row(tmp_path, first)
     for overrides, fits in ([], False), (["data.continue_answers=true"], True):
         with nullcontext() if fits else pytest.raises(SystemExit):
             main(["plan", str(shipped("quickstart")), *settings(model, source.url), *overrides])

@@ -7,3 +7,7 @@ def share_right(prompt, response, answer, **extra):
     if response == "fails":
         raise RuntimeError("no")
     return float(response == answer)
+
+
+def gives(prompt, response, answer, *, value, **extra):
+    return value

@@ -165,10 +165,13 @@ def test_a_text_part_with_a_null_image_is_a_text():
 
 
 def test_null_arguments_of_a_tool_call_that_other_calls_have_are_left_out():
-    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    template = (
+        "{{ messages[0].tool_calls[0].function.name }} "
+        "{{ messages[0].tool_calls[0].function.arguments | tojson }} {{ messages[1].content }}"
+    )
     tokenizer = HuggingFaceTokenizer(tiny_tokenizer(chat_template=template), "model")
     call = {"function": {"name": "f", "arguments": {"city": "Rome", "day": None}}}
     ids = tokenizer.encode(
         [{"role": "assistant", "content": None, "tool_calls": [call]}, user("and")]
     )
-    assert tokenizer.decode(ids, skip_special=False) == '{"city": "Rome"}'
+    assert tokenizer.decode(ids, skip_special=False) == 'f {"city": "Rome"} and'

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ _PARTS = (
 _SURE = ("actor_rollout_ref", "reward_model", "custom_reward_function")
 """Groups that no other trainer has."""
 _SIIRL = re.compile(r"dag\.|profiler\.|algorithm\.(algorithm_name|workflow_type)$")
+_CONFIG_FILE = re.compile(r"--config-(name|path|dir)(?==|$)|-c[npd]$")
+_THEIR_CONFIGS = (
+    *("ppo_trainer", "ppo_megatron_trainer"),
+    *("fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer"),
+    *("config", "./config"),
+)
+"""YAML files that come with verl, whose values are the defaults of the table, and their folder."""
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _EXPECTED = (
     "expected a YAML file with groups such as actor_rollout_ref and trainer, a shell script with "
@@ -75,7 +83,8 @@ def read_given(words: Sequence[str]) -> list[Given]:
         return [_from_yaml(text, path, more)]
     script = read_script(text, str(path), variables)
     return [
-        replace(_from_call(way, more, str(path)), questions=script.questions) for way in script.ways
+        replace(given, questions=[*script.questions, *given.questions])
+        for given in (_from_call(way, more, str(path)) for way in script.ways)
     ]
 
 
@@ -120,7 +129,11 @@ def _from_call(call: ShellCall, more: Sequence[str], origin: str) -> Given:
     lines: dict[str, int] = {}
     unread: dict[str, str] = {}
     notes = list(call.notes)
-    for option in [*call.options, *(ShellOption(word, 0) for word in more)]:
+    words = [*call.options, *(ShellOption(word, 0) for word in more)]
+    configs = _config_files([option.text for option in words])
+    for option in words:
+        if option.text in configs:
+            continue
         notes += _override(values, [option.text])
         name = option.text.partition("=")[0].lstrip("+")
         for changed in [one for one in values if one == name or one.startswith(f"{name}.")]:
@@ -131,6 +144,9 @@ def _from_call(call: ShellCall, more: Sequence[str], origin: str) -> Given:
     if not any(name.partition(".")[0] in _PARTS for name in values):
         hint = "".join(did_you_mean(name.partition(".")[0], _PARTS) for name in [*values][:1])
         raise ConfigError(f"{origin}: no option of verl or siiRL{hint}: {_EXPECTED}")
+    questions = _config_questions(configs)
+    if configs and not questions:
+        notes.append(f"{' '.join(configs)}: comes with verl; its defaults are those of the table")
     notes += [
         f"{name}={values[name]}: what `{source}` prints is not known; write the value"
         for name, source in unread.items()
@@ -143,7 +159,31 @@ def _from_call(call: ShellCall, more: Sequence[str], origin: str) -> Given:
         lines=lines,
         unread=unread,
         assumed=call.assumed,
+        questions=questions,
     )
+
+
+def _config_files(words: Sequence[str]) -> list[str]:
+    """Return the words that choose a YAML file of theirs: ``--config-name=my``, ``-cn my``."""
+    found: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if _CONFIG_FILE.match(word):
+            found.append(word)
+        if _CONFIG_FILE.fullmatch(word):
+            found += islice(rest, 1)  # the name is a word of its own
+    return found
+
+
+def _config_questions(words: Sequence[str]) -> list[str]:
+    """Return a sentence on a YAML file of the user's own, whose values are not read."""
+    names = [word.rpartition("=")[2].removesuffix(".yaml") for word in words]
+    if all(name in _THEIR_CONFIGS or _CONFIG_FILE.fullmatch(name) for name in names):
+        return []
+    return [
+        f"{' '.join(words)}: the options in that YAML file are not read, and count below those of "
+        "the command line: give them after the file, as key=value, or migrate that file"
+    ]
 
 
 def _override(values: dict[str, Any], words: Sequence[str]) -> list[str]:
@@ -155,9 +195,12 @@ def _override(values: dict[str, Any], words: Sequence[str]) -> list[str]:
         name, separator, text = word.partition("=")
         name = name.lstrip("+")
         if word.startswith("~"):
-            values.pop(name.lstrip("~"), None)
-        elif word.startswith("--config-"):
-            notes.append(f"{word}: read that YAML file as well, its values are not among these")
+            name = name.lstrip("~")
+            removed = [key for key in values if key == name or key.startswith(f"{name}.")]
+            for key in removed:
+                del values[key]
+            if not removed:
+                notes.append(f"{word}: takes a default of theirs out, and those are not read here")
         elif separator and re.fullmatch(r"[\w.@/-]+", name) and not name.startswith("-"):
             values |= _flat({name: foreign_value(text)})
         elif word not in ("python", "python3", "-m", "-u") and not re.fullmatch(

@@ -138,14 +138,22 @@ def load_config_file(
     else:
         name = name_of(source)
         layers = object_layers(source)
-    return _assemble([*layers, *map(override, overrides)], name, data_url)
+    return _assemble([*layers, *_override_layers(overrides)], name, data_url)
+
+
+def _override_layers(overrides: Sequence[str]) -> list[Layer]:
+    if isinstance(overrides, list | tuple) and all(isinstance(text, str) for text in overrides):
+        return [override(text) for text in overrides]
+    raise ConfigError(
+        f"overrides={overrides!r:.200}: expected a list of texts, such as ['trainer.lr=2e-6']"
+    )
 
 
 def load_text(text: str | bytes, name: str, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of a YAML text, as ``load``; errors call it ``name``. ConfigError
     if it has a base.
     """
-    return _assemble([text_layer(text, name), *map(override, overrides)], name).config
+    return _assemble([text_layer(text, name), *_override_layers(overrides)], name).config
 
 
 def load_recorded(
@@ -170,7 +178,7 @@ def load_recorded(
                 "reads it, so the file is not used"
             )
     layer = replace(layer, values=change(layer.values))
-    return _assemble([layer, *map(override, overrides)], name).config
+    return _assemble([layer, *_override_layers(overrides)], name).config
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache, lru_cache
+from functools import lru_cache, reduce
 from importlib.resources import files
 from io import StringIO
 from pathlib import Path
@@ -24,11 +24,10 @@ from yaml import MarkedYAMLError, YAMLError
 
 from siirl_dask.coerce import field_types
 from siirl_dask.config import AgentConfig, Config
+from siirl_dask.config.file.written import LOADER, as_written, hint_below, is_text
 from siirl_dask.errors import ConfigError, did_you_mean
 
 _HINTS: Mapping[str, type[Any]] = field_types(Config)
-# libyaml's, ten times as fast, where it is built in
-_LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 GROUPS = {key: kind for key, kind in _HINTS.items() if is_dataclass(cast("object", kind))}
 SHIPPED = "siirl_dask:"
 """Beginning of a base that comes with the package, as in ``siirl_dask:dags/grpo.yaml``."""
@@ -199,6 +198,8 @@ def _parse(text: str, name: str, asked_by: str = "") -> dict[str, Any]:
     """Return the values of a YAML text, interpolations unresolved."""
     try:
         loaded = deepcopy(_plain(text))
+    except ConfigError as error:
+        raise ConfigError(f"{asked_by}{name}: {error}") from error
     except MarkedYAMLError as error:
         raise ConfigError(f"{asked_by}{name}{_syntax_error(text, error)}") from error
     except OmegaConfBaseException as error:
@@ -222,7 +223,8 @@ def _plain(text: str) -> Any:
     shipped ones again and
     again: they are bases of many files.
     """
-    return OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
+    values = OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
+    return as_written(values, yaml.compose(text, Loader=LOADER), Config)
 
 
 def _syntax_error(text: str, error: MarkedYAMLError) -> str:
@@ -249,21 +251,36 @@ def override(text: str) -> Layer:
             f"{origin}: {top!r} is for files only: write a YAML file with 'base:' and its own "
             f"{top!r}"
         )
-    if key in _text_keys() and not _YAML_TEXT.match(value):
+    names = key.split(".")
+    hint: Any = reduce(hint_below, names, Config)
+    if is_text(hint) and not _YAML_TEXT.match(value):
         # to YAML 007 is 7, and 'a #b' is a
         text = f"{key}={json.dumps(value.strip(), ensure_ascii=False)}"
     try:
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
+        node = yaml.compose(text.partition("=")[2], Loader=LOADER)
+        _replace_at(values, names, lambda found: as_written(found, node, hint, key))
         return Layer(origin, values, depth=1 + max(1, key.count(".")))
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from error
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
             f"{origin}: the value of {key} is not YAML: {first_line(error)}"
         ) from error
 
 
+def _replace_at(values: Any, names: Sequence[str], change: Callable[[Any], Any]) -> None:
+    """Change what is at a path of names, if it is there; brackets in a name may lead elsewhere."""
+    *before, last = names
+    for name in before:
+        values = values.get(name) if isinstance(values, dict) else None
+    if isinstance(values, dict) and last in values:
+        values[last] = change(values[last])
+
+
 def _lines(text: str) -> dict[tuple[str, str | int | None], int]:
     """Return the lines, from 1, of the parts of the DAG, and of each role and node in them."""
-    root = yaml.compose(text, Loader=_LOADER)
+    root = yaml.compose(text, Loader=LOADER)
     lines: dict[tuple[str, str | int | None], int] = {}
     for key, part in root.value if isinstance(root, yaml.MappingNode) else ():
         if key.value in _DAG_KEYS:
@@ -351,21 +368,6 @@ def config_keys(kind: type[Any] = Config, group: str = "") -> list[str]:
         full = f"{group}.{name}" if group else name
         keys += config_keys(hints[name], full) if is_dataclass(hints[name]) else [full]
     return keys
-
-
-@cache
-def _text_keys() -> frozenset[str]:
-    """Return every key of a configuration whose value is a text, or null."""
-    return frozenset(_texts_of(Config, ""))
-
-
-def _texts_of(kind: type[Any], group: str) -> Iterator[str]:
-    for name, hint in field_types(kind).items():
-        full = f"{group}.{name}" if group else name
-        if is_dataclass(hint):
-            yield from _texts_of(cast("type[Any]", hint), full)
-        elif hint in (str, str | None):
-            yield full
 
 
 def key_hint(key: str) -> str:

@@ -17,7 +17,7 @@ from siirl_dask.config import ClusterConfig, Config, DevicePreference, RolloutCo
 from siirl_dask.context import DeviceKind
 from siirl_dask.coordinator import Source, exists, open_source
 from siirl_dask.devices.accelerator import visible_devices
-from siirl_dask.driver.checks.prompt_rows import check_rows, may_be_answered
+from siirl_dask.driver.checks.prompt_rows import check_rows, encodes_dataset, may_be_answered
 from siirl_dask.driver.checks.weight_sync import check_weight_sync, transfer_notes
 from siirl_dask.driver.doctor.packages import refuse_older
 from siirl_dask.driver.phases import Phases
@@ -138,7 +138,11 @@ def _notes_on_rows(phases: Phases) -> list[str]:
     notes = []
     for plan, dataset in phases.values():
         if all(source.table or exists(source.url) for source in dataset.sources):
-            notes += check_rows(dataset, answered=may_be_answered(plan.dag))
+            notes += check_rows(
+                dataset,
+                answered=may_be_answered(plan.dag),
+                encoded=encodes_dataset(plan.dag),
+            )
     return list(dict.fromkeys(notes))
 
 

@@ -98,7 +98,7 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
 
     That is where no node runs ``encode_prompts``, and where the model's tokenizer is not on this
     machine. Further sentences name the special tokens that texts get, and the chat template that
-    they do not go through. DataError for a prompt that cannot be encoded.
+    they do not go through, or that does not begin the assistant's turn. DataError for a prompt that cannot be encoded.
     """
     if not any(bare(node.fn) is encode_prompts for node in plan.dag.nodes):
         return []
@@ -122,6 +122,8 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
     if any(_holds_texts(source) for source in dataset.sources):
         on_texts = (tokenizer.special_tokens_note, tokenizer.untemplated_note)
         notes += [note for note in on_texts if note]
+    if tokenizer.unbegun_note and not all(_holds_texts(source) for source in dataset.sources):
+        notes.append(tokenizer.unbegun_note)
 
     def encode(prompt: Any) -> Sequence[int]:
         return tokenizer.encode(prompt, continue_answer=config.data.continue_answers)

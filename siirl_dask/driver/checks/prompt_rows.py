@@ -14,15 +14,16 @@ import pyarrow.compute as pc
 from siirl_storage import FooterCache, StorageError
 
 from siirl_dask.config import Config
-from siirl_dask.coordinator import Dataset, Source, open_source
+from siirl_dask.coordinator import Dataset, Source, open_source, source_schema, unread_files
+from siirl_dask.datasets import is_prompt
 from siirl_dask.datasets.partitions import chat_as_text
-from siirl_dask.errors import ConfigError, DataError, ImageError
+from siirl_dask.errors import ConfigError, DataError, ImageError, counted
 from siirl_dask.images import images_of, load_processor, normalised
 from siirl_dask.images.prompts import marked
 from siirl_dask.models.cache import folder_here
 from siirl_dask.nodes import encode_prompts, sample_until_mixed
 from siirl_dask.planner import DAG, Plan, bare
-from siirl_dask.schema import ENDS_WITH_ANSWER
+from siirl_dask.schema import ENDS_WITH_ANSWER, PROMPT
 from siirl_dask.tables import decoded_column
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _GROUPS = 16  # row groups that are looked into
 _ROWS = 2**14  # the first of each
 _BYTES = 2**26  # of rows, once decoded
+_PART_AS_TEXT = r'^\s*\[\s*\{\s*"type"\s*:\s*"(text|image|image_url)"'
 _SHOWN = 2000  # characters of a prompt that are shown
 
 
@@ -55,15 +57,39 @@ def may_be_answered(dag: DAG) -> bool:
     return any(node.options.get("continue_answers") for node in encoders)
 
 
-def check_rows(dataset: Dataset, *, answered: bool = True) -> list[str]:
-    """Return a sentence for each source some of whose answers are null.
+def encodes_dataset(dag: DAG) -> bool:
+    """Return whether a node encodes the dataset's prompts, which have to be texts or chats then."""
+    return any(
+        bare(node.fn) in (encode_prompts, sample_until_mixed)
+        and node.options.get("column", PROMPT) == PROMPT
+        for node in dag.nodes
+    )
 
-    DataError for chat messages that became texts, and, with the row, for a null prompt, and unless
-    prompts may be ``answered`` for one whose last message is the assistant's. The first 16,384 rows
-    of up to 16 row groups are looked at, 64 MiB in all; a step names others that it draws.
+
+def check_rows(dataset: Dataset, *, answered: bool = True, encoded: bool = True) -> list[str]:
+    """Return a sentence for each source some of whose answers are null, or in whose folder files
+    are not read.
+
+    DataError for chat messages or their parts that became texts, where prompts are ``encoded`` for
+    others than texts and chats, and, with the row, for a null prompt, and unless prompts may be
+    ``answered`` for one whose last message is the assistant's. The first 16,384 rows of up to 16
+    row groups are looked at, 64 MiB in all; a step names others that it draws.
     """
     notes = []
     for source in dataset.sources:
+        kind = source_schema(open_source(source).schema, source).field(PROMPT).type
+        if encoded and not is_prompt(kind):
+            raise DataError(
+                f"dataset {source.url!r}: its prompts (data.prompt={source.prompt}) are {kind}: "
+                "expected texts, or lists of chat messages (role, content)"
+            )
+        unread = unread_files(source)
+        if unread:
+            notes.append(
+                f"dataset {source.url!r}: {counted(len(unread), 'file')} there, such as "
+                f"{unread[0]!r}, {'is' if len(unread) == 1 else 'are'} not read: a run reads "
+                "Parquet and Arrow files; siirl-dask data import makes a table of others"
+            )
         nulls = 0
         looked = 0
         first: str | None = None
@@ -86,7 +112,14 @@ def check_rows(dataset: Dataset, *, answered: bool = True) -> list[str]:
                     f"dataset {source.url!r}: the prompts of {place} are texts such as "
                     f"{text!r:.60}: lists of chat messages were made text when they were written, "
                     'as Dask does with objects. Set dask.config.set({"dataframe.convert-string": '
-                    "False}) before the dataframe is made, and write them again"
+                    "False}) before the dataframe is made, and write them again as lists"
+                )
+            part = _part_as_text(prompts)
+            if part is not None:
+                raise DataError(
+                    f"dataset {source.url!r}: the content of a message in {place} is the text "
+                    f"{part!r:.60}, a list of parts that became JSON: write all contents as lists, or "
+                    "as texts; of JSON lines data import makes lists of both"
                 )
             looked += len(answers)
             nulls += answers.null_count
@@ -138,6 +171,20 @@ def _first_answered(prompts: pa.ChunkedArray) -> int | None:
     last = pc.subtract(chats.offsets.slice(1).take(rows), 1)
     found = pc.index(pc.struct_field(chats.values, "role").take(last), "assistant").as_py()
     return None if found < 0 else rows[found].as_py()
+
+
+def _part_as_text(prompts: pa.ChunkedArray) -> str | None:
+    """Return the first content of a message that is a text and begins as a list of parts in JSON;
+    None where there is none.
+    """
+    kind = prompts.type
+    if not is_prompt(kind) or not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return None
+    contents = pc.struct_field(pc.list_flatten(prompts.combine_chunks()), "content")
+    if not (pa.types.is_string(contents.type) or pa.types.is_large_string(contents.type)):
+        return None
+    found = pc.index(pc.match_substring_regex(contents, _PART_AS_TEXT), True).as_py()
+    return None if found < 0 else str(contents[found])
 
 
 def _values(table: pa.Table, path: str) -> pa.ChunkedArray:
@@ -194,7 +241,7 @@ def rendered(
     with named(name):
         ids: Sequence[int] = tokenizer.encode(prompt, continue_answer=continue_answers)
     text = shortened(tokenizer.decode(ids, skip_special=False))
-    remark = tokenizer.untemplated_note if isinstance(prompt, str) else ""
+    remark = tokenizer.untemplated_note if isinstance(prompt, str) else tokenizer.unbegun_note
     return FirstPrompt(text, len(ids), remark)
 
 

@@ -125,7 +125,11 @@ class EpisodeTexts:
                     "image, image: ...}"
                 )
             images.append(_PlacedImage(file, True))
-        return self._expanded(self.tokenizer.after_turn(began, plain, tools, last), images, plain)
+        try:
+            ids = self.tokenizer.after_turn(began, plain, tools, last)
+        except DataError as error:
+            raise InvalidAnswer(f"gave an observation that is no chat: {error}") from error
+        return self._expanded(ids, images, plain)
 
     def _split_images(self, text: Text, *, marks: bool) -> tuple[Text, list[Image | None]]:
         """Return a text with placeholders for images, and the image of each of them: None for one

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from siirl_dask.rollout.endpoint.refusals import invalid, over_limit
+from siirl_dask.rollout.message_forms import arguments_of
 
 _ROLES = {
     "system": "system",
@@ -17,7 +18,6 @@ _ROLES = {
 }
 """Roles of requests, and those that chat templates know."""
 _MOST_TOOLS = 256
-_DEEPEST = 64
 
 
 def read_messages(messages: object, most: int) -> list[dict[str, Any]]:
@@ -120,31 +120,3 @@ def _calls(calls: object, where: str) -> list[dict[str, Any]]:
                     where, calls, "a list of objects, each with a function's name and arguments"
                 )
     return read
-
-
-def arguments_of(text: str) -> Any:
-    """Return a call's arguments, JSON as a text, as an object; the text where it is no JSON, or
-    nested too deep.
-    """
-    try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return arguments if is_shallow(arguments) else text
-
-
-def is_shallow(value: Any) -> bool:
-    """Return whether JSON is nested at most 64 deep, so that templates and encoders, which
-    recurse, can write it.
-    """
-    level = [value]
-    for _ in range(_DEEPEST):
-        containers = [item for item in level if isinstance(item, dict | list)]
-        if not containers:
-            return True
-        level = [
-            item
-            for each in containers
-            for item in (each.values() if isinstance(each, dict) else each)
-        ]
-    return not any(isinstance(item, dict | list) for item in level)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl_dask.config import EndpointConfig
-from siirl_dask.rollout.endpoint.messages import is_shallow, read_messages, read_tools
+from siirl_dask.rollout.endpoint.messages import read_messages, read_tools
 from siirl_dask.rollout.endpoint.refusals import Refusal, invalid, unknown_model, unsupported
+from siirl_dask.rollout.message_forms import is_shallow
 
 _READ = {"model", "stream", "stream_options", "max_tokens", "stop", "n", "logprobs", "top_logprobs"}
 _CHAT = _READ | {

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from siirl_dask.rollout.endpoint.messages import arguments_of, is_shallow
 from siirl_dask.rollout.engine import Tokenizer
+from siirl_dask.rollout.message_forms import arguments_of, is_shallow
 
 HERMES: Mapping[str, Any] = {
     "defaults": {"role": "assistant"},

@@ -147,4 +147,12 @@ def _given(script: TrlScript, origin: str) -> Given:
         values["reward_columns"] = [*dict.fromkeys(script.columns)]
     notes = [*script.notes]
     notes += [f"{name}: {source} is not known" for name, source in script.unread.items()]
-    return Given("TRL", values, origin, notes, lines=script.lines, unread=script.unread)
+    return Given(
+        "TRL",
+        values,
+        origin,
+        notes,
+        lines=script.lines,
+        unread=script.unread,
+        questions=script.questions,
+    )

@@ -33,6 +33,8 @@ class TrlScript:
     unread: dict[str, str] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    questions: list[str] = field(default_factory=list)
+    """Sentences on options that are not read, and for which defaults stand."""
     columns: list[str] = field(default_factory=list)
     """Columns of the dataset that the reward functions name."""
 
@@ -82,7 +84,10 @@ class _Reader:
         passed = dict(zip(_POSITIONAL, trainer.args, strict=False))
         passed |= {one.arg: one.value for one in trainer.keywords if one.arg is not None}
         if any(one.arg is None for one in trainer.keywords):
-            self._found.notes.append(f"line {trainer.lineno}: arguments of ** are not read")
+            self._found.questions.append(
+                f"line {trainer.lineno}: arguments of ** are not read: give them as key=value after "
+                "the file"
+            )
         self._read_config(passed.pop("args", None))
         for name, value in passed.items():
             match name:
@@ -130,14 +135,24 @@ class _Reader:
             for name, value in self._command.items():
                 self._found.put(name, value, 0)
         else:
-            self._found.notes.append(
+            self._found.questions.append(
                 f"line {node.lineno}: args={ast.unparse(node)} is no GRPOConfig(...) that can be "
                 "read: give its options as key=value after the file"
             )
         if isinstance(node, ast.Name):
-            for (owner, attribute), value in self._names.attributes.items():
-                if owner == node.id:
-                    self._found.put(attribute, self._names.value(value), value.lineno)
+            self._read_changes(node.id)
+
+    def _read_changes(self, owner: str) -> None:
+        """Read what the script assigns to attributes of its configuration."""
+        for (changed, attribute), value in self._names.attributes.items():
+            if changed == owner:
+                self._found.put(attribute, self._names.value(value), value.lineno)
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Call) and _sets_unknown_attribute(node, owner):
+                self._found.questions.append(
+                    f"line {node.lineno}: {ast.unparse(node)} is not read: give what it sets as "
+                    "key=value after the file"
+                )
 
     def _read_mapping(self, node: ast.expr) -> None:
         values = self._names.value(node)
@@ -145,7 +160,7 @@ class _Reader:
             for name, value in values.items():
                 self._found.put(name, value, node.lineno)
         else:
-            self._found.notes.append(
+            self._found.questions.append(
                 f"line {node.lineno}: **{ast.unparse(node)} is not read: give its options as "
                 "key=value after the file"
             )
@@ -304,6 +319,16 @@ class _Reader:
                     self._found.put(name, value, 0)
         elif not (isinstance(defined, ast.Constant) and defined.value is None):
             self._found.put("peft_config", Unread(ast.unparse(node), node.lineno), node.lineno)
+
+
+def _sets_unknown_attribute(call: ast.Call, owner: str) -> bool:
+    """Return whether a call sets an attribute of ``owner`` whose name the script does not spell."""
+    match call:
+        case ast.Call(func=ast.Name(id="setattr"), args=[ast.Name(id=name), attribute, _]):
+            if isinstance(attribute, ast.Constant):
+                return False
+            return name == owner
+    return False
 
 
 def _holds(outer: ast.AST, inner: ast.AST) -> bool:

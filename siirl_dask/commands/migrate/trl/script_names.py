@@ -44,6 +44,7 @@ class ScriptNames:
         """Expressions that each name is assigned; None for one that is not certain."""
         self.attributes: dict[tuple[str, str], ast.expr] = {}
         """Expressions that attributes are assigned, by the name of their owner and their own."""
+        self._attribute_stores: dict[tuple[str, str], int] = {}
         self.parsed: set[str] = set()
         """Names of what comes from the command line."""
         self.functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
@@ -65,12 +66,21 @@ class ScriptNames:
         """
         for node in body:
             match node:
-                case ast.Assign(targets=[target], value=value):
+                case ast.Assign(targets=targets, value=value):
+                    for target in targets:
+                        self._assign(target, value if certain else None)
+                case ast.Expr(
+                    value=ast.Call(
+                        func=ast.Name(id="setattr"),
+                        args=[ast.Name() as owner, ast.Constant(value=str(attribute)), value],
+                    )
+                ):
+                    target = ast.Attribute(value=owner, attr=attribute, lineno=node.lineno)
                     self._assign(target, value if certain else None)
                 case ast.AnnAssign(target=target, value=value) if value is not None:
                     self._assign(target, value if certain else None)
-                case ast.AugAssign(target=ast.Name(id=name)):
-                    self.assigned.setdefault(name, []).append(None)
+                case ast.AugAssign(target=target):
+                    self._assign(target, None)
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     self.functions[node.name] = node
                 case ast.ImportFrom(module=module, names=names) if module is not None:
@@ -92,6 +102,7 @@ class ScriptNames:
     def _distrust_changed(self, function: ast.AST | None) -> None:
         """Take names for unknown that anything but the collected assignments sets or changes."""
         stores: dict[str, int] = {}
+        attributes: dict[tuple[str, str], list[int]] = {}
         pending: list[ast.AST] = [self._tree]
         while pending:
             node = pending.pop()
@@ -106,6 +117,8 @@ class ScriptNames:
             match node:
                 case ast.Name(id=name, ctx=ast.Store()):
                     stores[name] = stores.get(name, 0) + 1
+                case ast.Attribute(value=ast.Name(id=name), attr=attribute, ctx=ast.Store()):
+                    attributes.setdefault((name, attribute), []).append(node.lineno)
                 case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)):
                     self.assigned.setdefault(name, []).append(None)
                 case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
@@ -118,6 +131,9 @@ class ScriptNames:
         for name, count in stores.items():
             if count > len(self.assigned.get(name, [])):
                 self.assigned.setdefault(name, []).append(None)
+        for stored, lines in attributes.items():
+            if len(lines) > self._attribute_stores.get(stored, 0):
+                self.attributes[stored] = ast.Name(id="?", lineno=max(lines))
 
     def _assign(self, target: ast.expr, value: ast.expr | None) -> None:
         is_parsed = False
@@ -131,12 +147,13 @@ class ScriptNames:
             case ast.Attribute(value=ast.Name(id=name), attr=attribute):
                 unknown = ast.Name(id="?", lineno=target.lineno)
                 self.attributes[name, attribute] = unknown if value is None else value
+                seen = self._attribute_stores.get((name, attribute), 0)
+                self._attribute_stores[name, attribute] = seen + 1
             case ast.Tuple(elts=parts):
                 for part in parts:
-                    if isinstance(part, ast.Name):
-                        self.assigned.setdefault(part.id, []).append(None)
-                        if is_parsed:
-                            self.parsed.add(part.id)
+                    self._assign(part, None)
+                    if is_parsed and isinstance(part, ast.Name):
+                        self.parsed.add(part.id)
 
     def _collect_fields(self, node: ast.ClassDef) -> None:
         """Note the defaults of a dataclass of arguments."""

@@ -1,0 +1,126 @@
+"""Reward functions in any form: numbers of any library count alike in the worker and in processes,
+and all that is async is called on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from siirl_dask.config import RewardsConfig
+from siirl_dask.context import Device
+from siirl_dask.rewards import Scorer, from_trl
+from tests.rewards.functions import gives
+
+ROW = {"prompt": "p", "response": "r", "answer": "a"}
+NUMBERS = [
+    (True, 1.0),
+    (np.bool_(True), 1.0),
+    (np.float16(0.5), 0.5),
+    (np.int64(3), 3.0),
+    (np.array(0.5), 0.5),
+    (torch.tensor(0.5), 0.5),
+    (torch.tensor(True), 1.0),
+    (Decimal("0.5"), 0.5),
+    (Fraction(1, 2), 0.5),
+]
+OTHERS = [
+    *(None, "1", [1.0], (1.0, {}), {}, {"score": 1.0}, 1 + 0j, 10**400, float("nan")),
+    *(np.array([1.0]), np.array([1.0, 2.0]), torch.tensor([1.0]), np.str_("1"), Decimal("sNaN")),
+    *(np.array(float("inf")), np.float16("inf"), Decimal("1e39")),
+]
+
+
+def score(function, processes=0, rows=1, **options):
+    scorer = Scorer(function, RewardsConfig(processes=processes, **options), Device("w"))
+    try:
+        return scorer.score([ROW] * rows)
+    finally:
+        scorer.close()
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize(("value", "number"), NUMBERS, ids=repr)
+def test_a_number_of_any_library_is_that_number(value, number, processes):
+    (plain,) = score(functools.partial(gives, value=value), processes)
+    assert (plain.reward, plain.failure) == (number, None)
+    (parts,) = score(functools.partial(gives, value={"reward": value, "part": value}), processes)
+    assert parts.parts == {"reward": number, "part": number}
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("value", OTHERS, ids=repr)
+def test_what_is_no_finite_number_is_a_failure(value, processes):
+    (found,) = score(functools.partial(gives, value=value), processes)
+    assert found.reward is None
+    assert "gave" in found.failure
+
+
+class Meeting:
+    """Counts the calls that wait at once."""
+
+    def __init__(self):
+        self.waiting = 0
+        self.most = 0
+
+    async def __call__(self, prompt, response, answer, **extra):
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        await asyncio.sleep(0.01)
+        self.waiting -= 1
+        return 1.0
+
+
+def wrapped(function):
+    @functools.wraps(function)
+    def inner(**columns):
+        return function(**columns)
+
+    return inner
+
+
+def of_object(meeting):
+    return meeting
+
+
+def of_decorator(meeting):
+    async def function(prompt, response, answer):
+        return await meeting(prompt, response, answer)
+
+    return wrapped(function)
+
+
+def of_options(meeting):
+    async def function(prompt, response, answer, *, factor):
+        return factor * await meeting(prompt, response, answer)
+
+    return functools.partial(function, factor=1.0)
+
+
+def of_trl(meeting):
+    async def function(prompts, completions, **columns):
+        return [await meeting(prompts[0], completions[0], None)]
+
+    return functools.partial(from_trl, functions=[function])
+
+
+@pytest.mark.parametrize("form", [of_object, of_decorator, of_options, of_trl])
+def test_calls_of_all_that_is_async_run_side_by_side_and_may_have_a_timeout(form):
+    meeting = Meeting()
+    scores = score(form(meeting), rows=8, timeout=60.0, concurrency=4)
+    assert [one.reward for one in scores] == [1.0] * 8
+    assert meeting.most == 4
+
+
+def test_a_decorator_may_answer_for_the_async_function_that_it_wraps():
+    async def function(prompt, response, answer):
+        raise AssertionError
+
+    function_with_answer = functools.wraps(function)(lambda **columns: 0.5)
+    assert [one.reward for one in score(function_with_answer)] == [0.5]
