@@ -137,7 +137,7 @@ def prepare_launch(
         checkpoints,
         log,
         digest=RunIdentity.of(config, dag).digest(),
-        cuts={cut.table: cut for cut in frontiers(dag, train.stages)[0]},
+        cuts={cut.table: cut for cut in frontiers(dag, train.flow)[0]},
         state_tables=[node.state_table for node in dag.nodes if node.state_table],
     )
     notes = [f"data       {change}" for change in changes]

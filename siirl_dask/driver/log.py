@@ -217,9 +217,8 @@ class RunLog:
                 redacted(f"{type(error).__name__}: {error}"),
                 failure_of(error, self.command),
             )
-        except (
-            Exception
-        ) as broken:  # each store has errors of its own; what ended the run must be seen
+        except Exception as broken:
+            # each store has errors of its own; what ended the run must be seen
             text = redacted(f"  the summary is not written: {type(broken).__name__}: {broken}")
             print(text, file=sys.stderr, flush=True)
         if self.begun and isinstance(error, SiirlError):

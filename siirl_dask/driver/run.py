@@ -272,9 +272,8 @@ def _fenced(log: RunLog) -> Fenced | None:
         log.attempt.check()
     except Fenced as fenced:
         return fenced
-    except (
-        Exception
-    ) as error:  # each store has errors of its own, and it may be what the run failed of
+    except Exception as error:
+        # each store has errors of its own, and it may be what the run failed of
         text = redacted(f"{log.attempt.url} cannot be looked at: {type(error).__name__}: {error}")
         logger.warning("%s", text)
     return None

@@ -282,9 +282,8 @@ def probe(url: str, option: str = "run.url") -> Iterator[str]:
 def _refused(setting: str) -> Iterator[None]:
     try:
         yield
-    except (
-        Exception
-    ) as error:  # each store has errors of its own: no bucket, no credentials, no connection
+    except Exception as error:
+        # each store has errors of its own: no bucket, no credentials, no connection
         raise ConfigError(
             f"{setting} cannot be written: {type(error).__name__}: {error}"
         ) from error

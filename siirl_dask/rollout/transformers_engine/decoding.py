@@ -237,9 +237,8 @@ def use_decoding(model: PreTrainedModel) -> bool:
         if error <= rounding(expected, model.dtype):
             return True
         reason = f"logits are off by {error:.2g}"
-    except (
-        Exception
-    ) as failure:  # a model may do anything with an attention that it does not expect
+    except Exception as failure:
+        # a model may do anything with an attention that it does not expect
         reason = f"{type(failure).__name__}: {failure}"
     logger.info(
         "%s generates with transformers' generate, which takes longer: %s",

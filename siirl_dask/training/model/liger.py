@@ -180,9 +180,8 @@ def _kernels() -> Kernels:
     try:
         found = importlib.import_module("liger_kernel.transformers.functional")
         return found.liger_rms_norm, found.liger_swiglu
-    except (
-        Exception
-    ) as error:  # it is not there; it does not fit triton, or triton does not fit the device
+    except Exception as error:
+        # it is not there; it does not fit triton, or triton does not fit the device
         raise ConfigError(
             f"trainer.liger=true: liger-kernel cannot be imported: {type(error).__name__}: "
             f"{error}; pip install 'siirl_dask[liger]', or leave it out"
