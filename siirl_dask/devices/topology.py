@@ -74,11 +74,11 @@ def read_topology(
     nodes = [_node_of(place, by_node, root) for place in places]
     near = []
     for index, number in enumerate(numbers):
-        told = frozenset[int]() if number is None else matrix.near.get(number, frozenset())
-        if nodes[index] is None and told:
-            nodes[index] = next((node for node, cpus in by_node.items() if told <= cpus), None)
+        nearby = frozenset[int]() if number is None else matrix.near.get(number, frozenset())
+        if nodes[index] is None and nearby:
+            nodes[index] = next((node for node, cpus in by_node.items() if nearby <= cpus), None)
         node = nodes[index]
-        near.append(told or (by_node.get(node, frozenset()) if node is not None else frozenset()))
+        near.append(nearby or (by_node.get(node, frozenset()) if node is not None else frozenset()))
     paths = [_bridges(place, root) for place in places]
     links = tuple(
         tuple(

@@ -175,7 +175,7 @@ def _acting(config: Config, rounds: int, message: Function | None) -> Iterator[N
         own = _view(config, agent)
         name = _turn_name(agent, number)
         role = f"rollout_{_engine_of(config, agent)}"
-        told = {} if place == 0 else {"column": MESSAGE}
+        own_column = {} if place == 0 else {"column": MESSAGE}
         placement = Rows(str(own.rollout.prompt_placement))
         sampled = own.rollout if number == 1 else replace(own.rollout, n=1)
         yield Node(
@@ -183,7 +183,7 @@ def _acting(config: Config, rounds: int, message: Function | None) -> Iterator[N
             encode_prompts,
             role=role,
             after=before or (),
-            options=prompt_options(own) | told,
+            options=prompt_options(own) | own_column,
             agent=agent,
         )
         yield Node(

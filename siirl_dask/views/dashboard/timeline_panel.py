@@ -88,12 +88,12 @@ class TimelinePanel:
         for fig in (self._past, self._now):
             fig.ygrid.visible = False
             fig.min_border_left = 70
-        self._told = Div(
+        self._caption = Div(
             text="", name="timeline remark", stylesheets=[TEXTS], sizing_mode="stretch_width"
         )
         self._key = Div(text="", stylesheets=[TEXTS], sizing_mode="stretch_width")
         self.root = column(
-            self._told, self._past, self._key, self._now, sizing_mode="stretch_width"
+            self._caption, self._past, self._key, self._now, sizing_mode="stretch_width"
         )
 
     @property
@@ -104,7 +104,7 @@ class TimelinePanel:
         """Show steps of a trace; ``nodes`` is the order of their colours, ``remark`` why there
         is nothing new.
         """
-        self._told.text = title + (
+        self._caption.text = title + (
             f' <span class="bad">{html.escape(remark)}</span>' if remark else ""
         )
         if past is None:

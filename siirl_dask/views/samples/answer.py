@@ -105,7 +105,7 @@ def reward_parts(sample: Mapping[str, Any]) -> str:
 
 def lineage(sample: Mapping[str, Any]) -> str:
     """Return where a sample comes from, as far as its run has recorded it."""
-    told = {
+    columns = {
         "row": "row_id",
         "episode": "episode_id",
         "prompt": "prompt_number",
@@ -118,7 +118,7 @@ def lineage(sample: Mapping[str, Any]) -> str:
         "seed": "sampling_seed",
         "attempt": "attempt",
     }
-    there = {text: sample[name] for text, name in told.items() if sample.get(name) is not None}
+    there = {text: sample[name] for text, name in columns.items() if sample.get(name) is not None}
     return ", ".join(f"{text} {printable(str(value))}" for text, value in there.items())
 
 
