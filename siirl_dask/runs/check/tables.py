@@ -91,9 +91,8 @@ def check_tables(
             findings.append(RunFinding(path, PartState.UNFINISHED, *_left_over(folder)))
     known = present | {path for path, _ in damaged}
     damaged += [(path, "it is gone: this step was committed") for path in sorted(set(due) - known)]
-    frontiers: dict[
-        str, str
-    ] = {}  # a whole table from which a step can go on, by the step's folder name
+    # a whole table from which a step can go on, by the step's folder name
+    frontiers: dict[str, str] = {}
     for table, folders in tables.items():
         of_table = list(_damages(fs, root, files, folders, read))
         damaged += [(path, text) for path, text in of_table if not _is_spent(fs, root, path)]

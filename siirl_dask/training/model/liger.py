@@ -121,7 +121,8 @@ def _compare(
         for function in (kernel, reference):
             value = function(*inputs)
             outputs.append([value, *torch.autograd.grad(value.float().square().sum(), inputs)])
-    for found, expected in zip(*outputs, strict=True):
+    kernel_outputs, reference_outputs = outputs
+    for found, expected in zip(kernel_outputs, reference_outputs, strict=True):
         largest = expected.float().abs().max().item()
         error = (found.float() - expected.float()).abs().max().item()
         if not error <= rounding(largest, expected.dtype):  # also for NaN
