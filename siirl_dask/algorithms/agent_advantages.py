@@ -105,9 +105,10 @@ def hierarchical_grpo(
 def _rewards(outcomes: AgentOutcomes) -> dict[int, float]:
     """Return the reward of each part: the sum of its rows'."""
     rewards = outcomes.rewards.tolist()
-    return {
-        part: sum(rewards[row] for row in rows) for part, rows in outcomes.rows.members().items()
-    }
+    sums = {}
+    for part, rows in outcomes.rows.members().items():
+        sums[part] = sum(rewards[row] for row in rows)
+    return sums
 
 
 def _compare_parts(

@@ -171,9 +171,10 @@ def _discounted(outcomes: TurnOutcomes, discount: float) -> Tensor:
 def _sums(outcomes: TurnOutcomes) -> dict[int, float]:
     """Return the summed reward of each part."""
     rewards = outcomes.rewards.double().tolist()
-    return {
-        part: _sum([rewards[turn] for turn in turns]) for part, turns in outcomes.parts().items()
-    }
+    sums = {}
+    for part, turns in outcomes.parts().items():
+        sums[part] = _sum([rewards[turn] for turn in turns])
+    return sums
 
 
 def _sum(numbers: list[float]) -> float:

@@ -177,20 +177,15 @@ def open_source(source: Source) -> Snapshot:
 
 
 def refuse_text(url: str) -> None:
-    """Raise DataError with the command that makes a table of it where JSON or CSV is at ``url``,
-    which has no table.
+    """Raise DataError where JSON or CSV is at ``url``, which has no table: with the command that
+    makes a table of it.
     """
     fs, path = open_fs(url)
     found = _TEXT.search(path)
     table = _TEXT.sub("", url)
     if found is None:
-        names = [
-            name
-            for name in list_files(fs, path)
-            if not any(step[:1] in ("_", ".") for step in name.split("/"))
-        ]
-        endings = {match[1].lower() if match else None for match in map(_TEXT.search, names)}
-        if not endings or None in endings:
+        names = [name for name in list_files(fs, path) if not _is_hidden(name)]
+        if not names or not all(_TEXT.search(name) for name in names):
             return
         table = f"{url.rstrip('/')}-table"
     raise DataError(
@@ -199,6 +194,11 @@ def refuse_text(url: str) -> None:
         f"    siirl-dask data import {quote(url)} {quote(table)}\n"
         f"and name {table!r} instead"
     )
+
+
+def _is_hidden(name: str) -> bool:
+    """Return whether a file, or a folder above it, is one that readers of tables leave out."""
+    return any(step[:1] in ("_", ".") for step in name.split("/"))
 
 
 def exists(url: str) -> bool:

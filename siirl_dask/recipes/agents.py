@@ -119,7 +119,8 @@ def with_learner(dag: DAG, config: Config, agent: str, *, after: str) -> DAG:
         *learning(own),
     )
     alone = with_reference(DAG(roles(own), nodes), own)
-    named = {node.name: "turns" if node.name == "rollout" else node.name for node in alone.nodes}
+    named = {node.name: node.name for node in alone.nodes}
+    named["rollout"] = "turns"
     return dag.add(
         *(_of_agent(node, agent, named, after) for node in alone.nodes),
         roles=[_role(role, agent) for role in alone.roles if role.name == "reference"],

@@ -84,7 +84,9 @@ def measure(spans: Sequence[TraceSpan]) -> Measured | None:
                 busy[span.name][worker] += left
             elif span.lane is Lane.TRANSFER:
                 moving[span.name][worker] += left
-                received[span.name] += (span.amount or 0) if span.what in _RECEIVED else 0
+                received[span.name] += 0  # an edge that moved nothing is listed as well
+                if span.what in _RECEIVED and span.amount:
+                    received[span.name] += span.amount
             elif span.lane is Lane.WAIT and span.what in ("rows", "weights"):
                 waiting[span.name][worker] += left
     each = 1e9 * len(steps)

@@ -139,7 +139,9 @@ def _own_options(rollout: RolloutConfig, device: Device) -> dict[str, Any]:
 def _eager(rollout: RolloutConfig, *, on_cpu: bool) -> bool:
     """Return whether vLLM runs without compiled graphs, of which a router tells nothing."""
     chosen = rollout.vllm.enforce_eager
-    return on_cpu or rollout.router_replay if chosen is None else chosen
+    if chosen is not None:
+        return chosen
+    return bool(on_cpu or rollout.router_replay)
 
 
 def _share(rollout: RolloutConfig, device: Device) -> float:

@@ -108,7 +108,9 @@ def _told(rows: Sequence[Mapping[str, Any]], decode: Decode | None) -> list[dict
 
 
 def _turns(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    return sum(len(row[TURNS] or ()) for row in rows) if TURNS in rows[0] else None
+    if TURNS not in rows[0]:
+        return None
+    return sum(len(row[TURNS] or ()) for row in rows)
 
 
 def _sum(numbers: pa.ChunkedArray) -> Any:
