@@ -1,5 +1,5 @@
-"""What the command lines of the comparisons with TRL have in common: options, and a record of parts
-that are measured one by one.
+"""Shares options, and the record of parts that are measured one by one, between the command lines
+of the comparisons with TRL.
 """
 
 from __future__ import annotations
