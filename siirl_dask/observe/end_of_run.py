@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from siirl_dask.errors import counted
-from siirl_dask.observe.console import printable
+from siirl_dask.observe.console import chat_text, printable
 from siirl_dask.observe.summary import Status, Summary
 
 Sample = Mapping[str, object]
@@ -155,10 +155,7 @@ def _title(text: str) -> Text:
 def _text(value: object) -> str:
     """Return a prompt, an answer or a response as a few lines of plain text."""
     if isinstance(value, Sequence) and not isinstance(value, str):
-        value = "\n".join(
-            printable(str(m["content"] if isinstance(m, Mapping) and "content" in m else m))
-            for m in value
-        )
+        value = chat_text(value)
     text = printable("" if value is None else str(value)).strip()
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 

@@ -15,7 +15,7 @@ from typing import Any
 from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Device, HoldsNoGroups, Rank
 from siirl_dask.errors import ConfigError
-from siirl_dask.planner import RoleCost, builds
+from siirl_dask.planner import RoleCost, bare, builds, options_of
 from siirl_dask.rewards.child_process import Outcome
 from siirl_dask.rewards.event_loop import LoopCalls
 from siirl_dask.rewards.process_pool import Pool, PoolCalls, Row, call_reward
@@ -76,7 +76,7 @@ class Scorer(HoldsNoGroups):
     @property
     def name(self) -> str:
         """The function's name, for messages."""
-        function = self._reward.func if isinstance(self._reward, partial) else self._reward
+        function = bare(self._reward)
         return getattr(function, "__qualname__", repr(function))
 
     @property
@@ -218,9 +218,9 @@ def check_scorer(options: Mapping[str, Any], workers: Sequence[str], config: obj
 
 def _needed_columns(reward: RewardFn) -> frozenset[str]:
     """Return the columns that a reward needs besides those that each gets."""
-    function = reward.func if isinstance(reward, partial) else reward
+    function = bare(reward)
     if function is from_trl:
-        return check_trl_functions(reward.keywords if isinstance(reward, partial) else {})
+        return check_trl_functions(options_of(reward))
     try:
         parameters = inspect.signature(reward).parameters
     except (TypeError, ValueError):  # a callable that does not say what it takes
@@ -259,7 +259,7 @@ def works_beside(options: Mapping[str, Any]) -> bool:
 
 
 def _is_async(reward: RewardFn) -> bool:
-    return inspect.iscoroutinefunction(reward.func if isinstance(reward, partial) else reward)
+    return inspect.iscoroutinefunction(bare(reward))
 
 
 @builds(preflight=check_scorer, provides=["scorer"], beside=works_beside)

@@ -170,20 +170,17 @@ class _Weighing:
         for edge in edges:
             share = self._one_a_group(before) if edge.by_group else before
             self.received[edge.name] = self._bytes(share, edge.schema.names, node_columns.available)
+        produced = node_columns.produced
         columns = {}
         for column in (*node_columns.needed, *node_columns.node.contract.writes.names):
             if not _is_sliced(node_columns, column):
-                columns[column] = (
-                    node_columns.produced[column]
-                    if column in node_columns.produced
-                    else node_columns.available[column]
-                )
+                known = produced if column in produced else node_columns.available
+                columns[column] = known[column]
         self.made[name] = self._bytes(after, columns, columns)
         shared = node_columns.shared_blobs
-        self.outputs[name] = self._bytes(
-            after, [n for n in node_columns.outputs if n not in shared], node_columns.produced
-        )
-        self.outputs[name] += self._bytes(self._one_a_group(after), shared, node_columns.produced)
+        of_rows = [column for column in node_columns.outputs if column not in shared]
+        self.outputs[name] = self._bytes(after, of_rows, produced)
+        self.outputs[name] += self._bytes(self._one_a_group(after), shared, produced)
         self.unknown[name] = tuple(
             name for name, column in columns.items() if self._unbounded(after, column)
         )
