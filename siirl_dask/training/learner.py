@@ -291,9 +291,9 @@ class Learner:
         """All gradients, which each mini-batch begins with zeros."""
         return self._gradients.flat
 
-    def kept(self) -> Iterator[Tensor]:
-        """Yield the optimizer's tensors that are kept from step to step, but for single numbers."""
-        return self._optimizer.kept()
+    def state_tensors(self) -> Iterator[Tensor]:
+        """Yield the optimizer's moments and moving averages, without its counts of steps."""
+        return self._optimizer.state_tensors()
 
     def ema(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the moving average of each parameter; nothing where none is kept."""

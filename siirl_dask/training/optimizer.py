@@ -145,7 +145,7 @@ class Optimizer:
                     weight_decay=config.weight_decay,
                 )
 
-    def kept(self) -> Iterator[Tensor]:
+    def state_tensors(self) -> Iterator[Tensor]:
         """Yield the moments and moving averages, which are kept from step to step."""
         for name in self._parts:
             yield from (tensor for kind, tensor in self._state[name].items() if kind != _STEP)

@@ -77,7 +77,7 @@ class TimelinePanel:
         self._past.add_glyph(self._path, path)
         hover_over(self._past, [bars])
         self._past.xaxis.axis_label = "seconds"
-        stays = [("worker", "@worker"), ("", "@name"), ("for", "@seconds{0.0} s"), ("", "@told")]
+        stays = [("worker", "@worker"), ("", "@name"), ("for", "@seconds{0.0} s"), ("", "@note")]
         self._stays = ColumnDataSource(_no_stays(), name="live bars")
         self._now = plot(
             "", stays, y_range=self._lanes_now, x_range=Range1d(start=-_SECONDS, end=0), height=120
@@ -162,7 +162,7 @@ class TimelinePanel:
             "hatch": ["right_diagonal_line" if stay.waits else " " for _, stay in stays],
             "name": [stay.place for _, stay in stays],
             "seconds": numbers(stay.end - stay.start for _, stay in stays),
-            "told": ["waits for other workers" if stay.waits else "" for _, stay in stays],
+            "note": ["waits for other workers" if stay.waits else "" for _, stay in stays],
         }
         if list(reversed(workers)) != self._lanes_now.factors:
             self._lanes_now.factors = list(reversed(workers))
@@ -217,7 +217,7 @@ def _no_stays() -> dict[str, list[object]]:
             "hatch",
             "name",
             "seconds",
-            "told",
+            "note",
         )
     }
 
