@@ -206,16 +206,25 @@ def _node(
     plan: Plan, name: str, measured: Measured, estimated: Mapping[str, float] | None
 ) -> NodeAnalysis:
     node = plan.flow[name].node
-    own = measured.nodes.get(name)
     estimated_seconds = None if estimated is None else estimated.get(name)
-    return NodeAnalysis(
+    analysis = NodeAnalysis(
         name=name,
         role=node.role,
         workers=len(plan.placement[node.role]),
-        seconds=Compared(estimated_seconds, None if own is None else own.seconds),
-        share=None if own is None or not measured.seconds else own.seconds / measured.seconds,
-        worker=None if own is None else own.worker,
-        memory=None if own is None else own.memory,
+        seconds=Compared(estimated_seconds, None),
+        share=None,
+        worker=None,
+        memory=None,
+    )
+    own = measured.nodes.get(name)
+    if own is None:
+        return analysis
+    return replace(
+        analysis,
+        seconds=Compared(estimated_seconds, own.seconds),
+        share=own.seconds / measured.seconds if measured.seconds else None,
+        worker=own.worker,
+        memory=own.memory,
     )
 
 
@@ -239,18 +248,18 @@ def _edges(
     for ends, bound in bounds.items():
         moves = ends in moving
         own = measured.edges.get(moving[ends]) if moves else None
+        source, target, *by_group = ends
         expected_bytes = at_mean[ends].bytes if moves and at_mean is not None else None
-        measured_rows = None if ends[2:] else rows.get(plan.flow[ends[1]].rows)
+        received = None if own is None else own.received
+        measured_rows = None if by_group else rows.get(plan.flow[target].rows)
         edges.append(
             EdgeAnalysis(
-                ends[0],
-                ends[1],
+                source,
+                target,
                 moves=moves,
                 rows=Compared(bound.rows, measured_rows, _ROWS),
                 most_bytes=bound.bytes if moves else None,
-                bytes=Compared(
-                    expected_bytes, None if own is None else own.received, above_only=True
-                ),
+                bytes=Compared(expected_bytes, received, above_only=True),
                 unknown=bound.unknown,
                 waiting=None if own is None else own.waiting,
             )

@@ -120,10 +120,10 @@ def _change(first: float | None, last: float | None) -> str:
 
 
 def _samples(before: Sequence[Sample], after: Sequence[Sample]) -> Table:
-    was, now = ({_text(row.get("prompt")): row for row in rows} for rows in (before, after))
-    prompts = sorted(
-        dict.fromkeys([*was, *now]), key=lambda prompt: not (prompt in was and prompt in now)
-    )
+    was = {_text(row.get("prompt")): row for row in before}
+    now = {_text(row.get("prompt")): row for row in after}
+    in_both = [prompt for prompt in was if prompt in now]
+    prompts = list(dict.fromkeys([*in_both, *was, *now]))
     table = Table(box=box.SIMPLE_HEAD, show_lines=True, pad_edge=False)
     for heading in ("prompt", "answer", "before", "after"):
         table.add_column(heading, overflow="fold", ratio=1 if heading == "answer" else 2)

@@ -208,11 +208,11 @@ def _grows(one: Footprint) -> bool:
 
 def _with_shares(roles: Roles, memory: int, sharers: int) -> Roles:
     """Let roles with a share of their own have it, divided by the workers on the accelerator."""
-    shares = {
-        name: 0 if one.share is None else int(one.share * memory / sharers)
-        for name, one in roles.items()
-    }
-    return {name: one.grown(shares[name] - sum(one.held.values())) for name, one in roles.items()}
+    grown = {}
+    for name, one in roles.items():
+        share = 0 if one.share is None else int(one.share * memory / sharers)
+        grown[name] = one.grown(share - sum(one.held.values()))
+    return grown
 
 
 def _grow(roles: Roles, budget: int, most: int) -> Roles:
@@ -222,11 +222,11 @@ def _grow(roles: Roles, budget: int, most: int) -> Roles:
     grown = dict(roles)
     for name, one in roles.items():
         if _grows(one):
-            own = moments(grown)
-            bound = [
-                budget - own[role] for role in own if role == name or one.fills not in one.leaves
-            ]
-            grown[name] = one.grown(min([*bound, most - sum(one.held.values())]))
+            bounds = [most - sum(one.held.values())]
+            for role, nbytes in moments(grown).items():
+                if role == name or one.fills not in one.leaves:
+                    bounds.append(budget - nbytes)
+            grown[name] = one.grown(min(bounds))
     return grown
 
 

@@ -273,10 +273,11 @@ def _check_stored(
 
 
 def _attached(node: Node, entry: str, skipped: set[str]) -> Node:
-    """Return a node whose skipped parents are replaced by the stored rows; a skipped one stores
-    nothing again.
+    """Return a node whose skipped parents are replaced by the node ``entry`` of the stored rows. A
+    node that is itself skipped stores nothing again.
     """
-    after = tuple(dict.fromkeys(entry if parent in skipped else parent for parent in node.after))
+    parents = [entry if parent in skipped else parent for parent in node.after]
+    after = tuple(dict.fromkeys(parents))
     if node.name in skipped:
         return replace(node, after=after, save_as=None, stage=False)
     return replace(node, after=after)

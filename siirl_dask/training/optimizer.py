@@ -181,10 +181,9 @@ class Optimizer:
         state: dict[str, Any] = {}
         for name in self._parts:
             parameter = self._parameters[name]
-            state[name] = {
-                kind: tensor if kind == _STEP else like_dtensor(parameter, tensor)
-                for kind, tensor in self._state[name].items()
-            }
+            state[name] = {}
+            for kind, tensor in self._state[name].items():
+                state[name][kind] = tensor if kind == _STEP else like_dtensor(parameter, tensor)
         for name, average in self.ema():
             state[name]["ema"] = average
         return state

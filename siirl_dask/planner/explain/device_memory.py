@@ -172,16 +172,14 @@ def summary(groups: Mapping[str, tuple[str, Roles]]) -> str:
         cells = []
         for memory in COMMON.values():
             card = fill(memory, {label: roles})
+            if not card.fits:
+                cells.append(f"{readable_bytes(card.needed)} of {readable_bytes(card.usable)}")
+                continue
             one = card.filling(label)
-            rows_at_once = (
-                one.held[one.fills or ""] // one.least if one is not None and one.least else 0
-            )
-            many = f"fits, {rows_at_once:,} rows" if rows_at_once else "fits"
-            cells.append(
-                many
-                if card.fits
-                else f"{readable_bytes(card.needed)} of {readable_bytes(card.usable)}"
-            )
+            rows_at_once = 0
+            if one is not None and one.least:
+                rows_at_once = one.held[one.fills or ""] // one.least
+            cells.append(f"fits, {rows_at_once:,} rows" if rows_at_once else "fits")
         rows.append((label, names, *cells))
     return table(("workers", "roles", *COMMON), rows)
 
