@@ -54,8 +54,9 @@ def image_features(model: Any, pixels: Sequence[Pixels]) -> list[ImageFeatures]:
     device = model.get_input_embeddings().weight.device
     output = model.get_image_features(values.to(device), grids.to(device), return_dict=True)
     counts = [len(embeddings) for embeddings in output.pooler_output]
-    deepstack = getattr(output, "deepstack_features", None) or ()
-    levels = [_by_image(level, counts) for level in deepstack]
+    levels = []
+    for level in getattr(output, "deepstack_features", None) or ():
+        levels.append(_by_image(level, counts))
     features = []
     for index, embeddings in enumerate(output.pooler_output):
         features.append(ImageFeatures(embeddings, tuple(level[index] for level in levels)))
