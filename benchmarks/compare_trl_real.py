@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
-from pathlib import Path
 
+from against_trl.measuring import PAGES, add_outputs, add_timing, check_trl
 from against_trl.page import QUIET, Measured, how, measured_now, speed_table
 from against_trl.real_setting import RealSetting
 from against_trl.runs import TOLD, TRL, speed
 from real_model import prepare, task_folder
 
-_OUT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "trl_real_model.md"
-_RESULTS = Path(__file__).resolve().parent / "results"
 _PART = "speed"
 INTRODUCTION = """\
 # A real model, next to TRL
@@ -46,21 +42,14 @@ has its part.
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--rounds", type=int, default=2, help="in which the two alternate; default 2"
-    )
-    parser.add_argument(
-        "--round-steps", type=int, default=4, help="timed steps of a round; default 4"
-    )
-    parser.add_argument("--out", type=Path, default=_OUT, help="the page")
-    parser.add_argument("--results", type=Path, default=_RESULTS, help="folder for the raw record")
+    add_timing(parser, rounds=2, round_steps=4)
+    add_outputs(parser, PAGES / "trl_real_model.md")
     return parser
 
 
 def main() -> None:
     given = make_parser().parse_args()
-    if find_spec("trl") is None:
-        sys.exit('there is no TRL here: pip install "trl>=1.16,<1.17"')
+    check_trl()
     prepare()
     setting = RealSetting(folder=str(task_folder()))
     command = (

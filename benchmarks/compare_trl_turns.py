@@ -10,35 +10,33 @@ It wants TRL in its environment: see benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from against_trl.page import Measured, measured_now
+from against_trl.measuring import (
+    PAGES,
+    Part,
+    add_outputs,
+    add_parts,
+    add_timing,
+    check_trl,
+    measure_parts,
+)
 from against_trl.runs import SIDES, run_side, speed
 from against_trl.turns_page import summary, write_page
 from against_trl.turns_setting import TurnsSetting, copy_task, write_task
 
 PARTS = ("success", "instant", "slow")
-_OUT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "trl_turns.md"
-_RESULTS = Path(__file__).resolve().parent / "results"
 _MODULES = "turns"
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--parts",
-        nargs="+",
-        choices=PARTS,
-        default=list(PARTS),
-        help="what to measure; default all",
-    )
+    add_parts(parser, PARTS)
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0, 1], help="of the runs of success; default 0 1"
     )
@@ -46,51 +44,40 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cores", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="of speed; default 1 2"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="in which the two alternate to be timed; default 3"
-    )
-    parser.add_argument(
-        "--round-steps", type=int, default=8, help="timed steps of a round; default 8"
-    )
+    add_timing(parser, rounds=3, round_steps=8)
     parser.add_argument(
         "--task",
         type=Path,
         help="folder of a calculator task, which is copied; default: a fresh one",
     )
-    parser.add_argument("--out", type=Path, default=_OUT, help="the page")
-    parser.add_argument("--results", type=Path, default=_RESULTS, help="folder for the raw record")
+    add_outputs(parser, PAGES / "trl_turns.md")
     return parser
 
 
 def main() -> None:
     given = make_parser().parse_args()
-    if find_spec("trl") is None:
-        sys.exit('there is no TRL here: pip install "trl>=1.16,<1.17"')
+    check_trl()
     record = given.results / "trl_turns.json"
-    parts: dict[str, Measured] = json.loads(record.read_text()) if record.exists() else {}
     with TemporaryDirectory() as folder:
         if given.task is not None:
             copy_task(given.task, Path(folder))
         write_task(Path(folder))
-        for part, cores in chosen_parts(given):
-            name = part if part == "success" else f"{part}, {cores} core{'s' if cores > 1 else ''}"
-            print(f"measuring {name}", flush=True)
-            parts[name] = measured_now(
-                _command(given, part, cores), _measure(part, given, folder, cores)
-            )
-            write_page(given.out, record, parts)
+        write = partial(write_page, given.out, record)
+        parts = measure_parts(chosen_parts(given, folder), record, write)
     for line in summary(parts):
         print(line)
     print(f"{given.out}; {record}")
 
 
-def chosen_parts(given: argparse.Namespace) -> list[tuple[str, int]]:
-    """Return the parts with the number of cores."""
-    return [
-        (part, cores)
-        for part in given.parts
-        for cores in (given.cores if part != "success" else [2])
-    ]
+def chosen_parts(given: argparse.Namespace, folder: str) -> Iterator[Part]:
+    """Yield the chosen parts, those of speed once for each number of cores."""
+    for part in given.parts:
+        for cores in [2] if part == "success" else given.cores:
+            name = part
+            if part != "success":
+                name = f"{part}, {cores} core{'s' if cores > 1 else ''}"
+            measure = partial(_measure, part, given, folder, cores)
+            yield Part(name, _command(given, part, cores), measure)
 
 
 def _measure(part: str, given: argparse.Namespace, folder: str, cores: int) -> dict[str, Any]:

@@ -85,10 +85,10 @@ def hierarchical_grpo(
     groups = outcomes.rows.group_ids.tolist()
     agents = [outcomes.names[agent] for agent in outcomes.rows.agents.tolist()]
     proposes = [agent == proposer for agent in agents]
-    keys: list[Hashable] = [
-        (groups[row], agent, None if proposes[row] else proposals[row])
-        for row, agent in enumerate(agents)
-    ]
+    keys: list[Hashable] = []
+    for row, agent in enumerate(agents):
+        proposal = None if proposes[row] else proposals[row]
+        keys.append((groups[row], agent, proposal))
     rewards = _rewards(outcomes)
     if mean_of_answers:
         members = outcomes.rows.members()
@@ -105,9 +105,10 @@ def hierarchical_grpo(
 def _rewards(outcomes: AgentOutcomes) -> dict[int, float]:
     """Return the reward of each part: the sum of its rows'."""
     rewards = outcomes.rewards.tolist()
-    return {
-        part: sum(rewards[row] for row in rows) for part, rows in outcomes.rows.members().items()
-    }
+    sums = {}
+    for part, rows in outcomes.rows.members().items():
+        sums[part] = sum(rewards[row] for row in rows)
+    return sums
 
 
 def _compare_parts(

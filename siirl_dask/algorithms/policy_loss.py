@@ -45,9 +45,10 @@ def policy_loss(
         )
     result = surrogate(inputs)
     loss = result.loss
+    kl_to_sampler = _divergence(k3, inputs.rollout_logprobs, inputs.logprobs)
     metrics = {
         **result.metrics,
-        "kl_to_sampler": _divergence(k3, inputs.rollout_logprobs, inputs.logprobs).detach(),
+        "kl_to_sampler": kl_to_sampler.detach(),
         "entropy": inputs.entropy.detach(),
     }
     if correction is not None:
@@ -55,15 +56,13 @@ def policy_loss(
         metrics["correction_weight"] = weight.detach()
         loss = loss * weight
     if inputs.reference_logprobs is not None:
-        metrics["reference_kl"] = _divergence(
-            k3, inputs.logprobs, inputs.reference_logprobs
-        ).detach()
+        reference_kl = _divergence(k3, inputs.logprobs, inputs.reference_logprobs)
+        metrics["reference_kl"] = reference_kl.detach()
         if kl_coefficient:
             divergence = _divergence(kl, inputs.logprobs, inputs.reference_logprobs)
             if kl_bias_correction:
-                divergence = (
-                    divergence * clamp_log_ratio(inputs.logprobs - inputs.old_logprobs).exp()
-                )
+                log_ratio = clamp_log_ratio(inputs.logprobs - inputs.old_logprobs)
+                divergence = divergence * log_ratio.exp()
             loss = loss + kl_coefficient * divergence
     if entropy_coefficient:
         loss = loss - entropy_coefficient * inputs.entropy

@@ -41,10 +41,9 @@ def turn_returns(
     """
     returns = _discounted(outcomes, discount)
     numbers = _numbers(outcomes)
-    keys = [
-        (*of, number if same_turn else 0)
-        for of, number in zip(_who(outcomes), numbers, strict=True)
-    ]
+    keys = []
+    for of, number in zip(_who(outcomes), numbers, strict=True):
+        keys.append((*of, number if same_turn else 0))
     advantages = compare_within(
         returns, keys, divide_by_std=divide_by_std, epsilon=epsilon, lone=not same_turn
     )
@@ -70,10 +69,10 @@ def gigpo(
     """
     returns = _discounted(outcomes, discount)
     states = outcomes.states.tolist()
-    keys = [
-        (*of, state, -1 if state else turn)
-        for turn, (of, state) in enumerate(zip(_who(outcomes), states, strict=True))
-    ]
+    keys = []
+    for turn, (of, state) in enumerate(zip(_who(outcomes), states, strict=True)):
+        # a turn without a state is compared with none
+        keys.append((*of, state, -1 if state else turn))
     of_states = compare_within(
         returns, keys, divide_by_std=divide_by_std, epsilon=epsilon, lone=False
     )
@@ -104,10 +103,9 @@ def mt_grpo(
     outcome = _of_parts(outcomes, ends, divide_by_std, epsilon)
     numbers = _numbers(outcomes)
     ended = last.tolist()
-    keys = [
-        (*of, -1 if end else number)
-        for of, number, end in zip(_who(outcomes), numbers, ended, strict=True)
-    ]
+    keys = []
+    for of, number, end in zip(_who(outcomes), numbers, ended, strict=True):
+        keys.append((*of, -1 if end else number))
     own = compare_within(
         outcomes.rewards, keys, divide_by_std=divide_by_std, epsilon=epsilon, lone=False
     )
@@ -171,9 +169,10 @@ def _discounted(outcomes: TurnOutcomes, discount: float) -> Tensor:
 def _sums(outcomes: TurnOutcomes) -> dict[int, float]:
     """Return the summed reward of each part."""
     rewards = outcomes.rewards.double().tolist()
-    return {
-        part: _sum([rewards[turn] for turn in turns]) for part, turns in outcomes.parts().items()
-    }
+    sums = {}
+    for part, turns in outcomes.parts().items():
+        sums[part] = _sum([rewards[turn] for turn in turns])
+    return sums
 
 
 def _sum(numbers: list[float]) -> float:

@@ -9,9 +9,9 @@ or turns and never rows, so that they do not depend on how a part is cut into se
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -132,10 +132,15 @@ class TurnOutcomes:
         episodes: dict[int, list[list[int]]] = {}
         for part, turns in self.parts().items():
             episodes.setdefault(episode_of[members[part][0]], []).append(turns)
-        return [
-            [[turn for turn in taken if turn is not None] for taken in zip_longest(*parts)]
-            for parts in episodes.values()
-        ]
+        return [_in_rounds(parts) for parts in episodes.values()]
+
+
+def _in_rounds(parts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the first turns of all parts, then the second ones, and so on."""
+    rounds = []
+    for number in range(max(len(turns) for turns in parts)):
+        rounds.append([turns[number] for turns in parts if number < len(turns)])
+    return rounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -82,5 +82,5 @@ def _print(findings: Sequence[DoctorFinding], faults: int) -> None:
         if finding.cure:
             text.append(f"\n{'':<{width + 8}}{printable(finding.cure)}", style="dim")
         console.print(text, soft_wrap=True)
-    told = counted(faults, "fault") if faults else "no fault"
-    console.print(Text(f"{told} in {counted(len(findings), 'finding')}"), soft_wrap=True)
+    count = counted(faults, "fault") if faults else "no fault"
+    console.print(Text(f"{count} in {counted(len(findings), 'finding')}"), soft_wrap=True)

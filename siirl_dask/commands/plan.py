@@ -120,11 +120,11 @@ def describe_run(
     if config.cluster.device is not DevicePreference.cpu and cards:
         texts.append(_devices(accelerator, cards))
     if prompt is not None:
-        told = (
+        heading = (
             f"{counted(prompt.tokens, 'token')}, as the model sees "
             f"{'it' if prompt.tokens == 1 else 'them'}"
         )
-        texts.append(f"== first prompt ==\n\n{told}\n{prompt.text}")
+        texts.append(f"== first prompt ==\n\n{heading}\n{prompt.text}")
         if prompt.remark:
             texts.append(f"note: {prompt.remark}")
     if worker_devices is not None:

@@ -164,14 +164,14 @@ class Config:
         """Give each model the longest row of the run, prompt and response, unless
         ``longest_row`` is given.
         """
-        agents = self.agents.values()
-        responses = [
-            rollout.max_response_length
-            for rollout in (self.rollout, *(agent.rollout for agent in agents))
-        ]
-        for model in (self.model, *(agent.model for agent in agents)):
+        models = [self.model]
+        longest_response = self.rollout.max_response_length
+        for agent in self.agents.values():
+            models.append(agent.model)
+            longest_response = max(longest_response, agent.rollout.max_response_length)
+        for model in models:
             if model.longest_row is None:
-                model.longest_row = self.data.max_prompt_length + max(responses)
+                model.longest_row = self.data.max_prompt_length + longest_response
 
     def _fill_total_steps(
         self, trainer: TrainerConfig, algorithm: AlgorithmConfig, steps: int

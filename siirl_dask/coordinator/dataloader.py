@@ -9,18 +9,18 @@ which all loading workers count alike; checkpoints keep it (``position``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import islice, zip_longest
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from siirl_storage import FooterCache, RowGroup, Snapshot, StorageError, TooLarge
+from siirl_storage import Snapshot
 
 from siirl_dask.coordinator.data_order import GlobalOrder, MixedOrder, RowPosition
+from siirl_dask.coordinator.row_reader import RowReader, too_large
 from siirl_dask.coordinator.source import (
     Dataset,
     Mixture,
@@ -30,7 +30,6 @@ from siirl_dask.coordinator.source import (
     opened,
     source_schema,
 )
-from siirl_dask.errors import DataError
 from siirl_dask.schema import (
     ANSWER,
     DATA_PART,
@@ -44,194 +43,8 @@ from siirl_dask.schema import (
     SOURCE_NAME,
     TOKENS,
     TYPES,
-    decoded,
-    with_large_offsets,
 )
-from siirl_dask.tables import Ints, decode_column, split
-
-# Reads a dataset's rows out of its row groups, and holds the next ones of each group within a
-# budget.
-#
-# A row group is decoded batch by batch. Rows that the following steps need are taken out of it in
-# the same pass, as many as fit into the budget, so that it is not decoded once for each row; all
-# others are dropped at once.
-
-
-_UNPACKED = 4  # times its bytes in the file that a row is guessed to take
-
-
-@dataclass(frozen=True, slots=True)
-class _HeldRows:
-    """Rows of a row group, in ascending order."""
-
-    table: pa.Table
-    rows: Ints
-    """Number of each row in the group."""
-    nbytes: int
-
-    @staticmethod
-    def of(table: pa.Table, rows: Ints) -> _HeldRows:
-        return _HeldRows(table, rows, int(table.nbytes) + rows.nbytes)
-
-    def has(self, rows: Ints) -> bool:
-        places = np.searchsorted(self.rows, rows)
-        if (places == len(self.rows)).any():
-            return False
-        return bool((self.rows[places] == rows).all())
-
-    def slice(self, row: int) -> pa.Table:
-        """Return one row, which is held."""
-        return self.table.slice(int(np.searchsorted(self.rows, row)), 1)
-
-
-class RowReader:
-    """Reads rows of one snapshot. Belongs to one thread.
-
-    Args:
-        name: The dataset, for errors.
-        read_limit: Bytes that the rows of one call, or a row group, may take once decoded.
-        keep: Bytes of rows that are held for later calls.
-    """
-
-    def __init__(self, name: str, snapshot: Snapshot, read_limit: int, keep: int) -> None:
-        self._name = name
-        self._snapshot = snapshot
-        self._groups: Sequence[RowGroup] = snapshot.row_groups()
-        self._limit = read_limit
-        self._footers = FooterCache()
-        self._keep = keep
-        self._held: dict[tuple[int, tuple[str, ...]], _HeldRows] = {}  # least recently used first
-        self._held_bytes = 0
-        stored = sum(part.nbytes for part in snapshot.parts) // max(1, snapshot.num_rows)
-        self._read_rows = 1  # both are a guess, until a row group has been read
-        self._read_bytes = 1 + _UNPACKED * stored
-
-    def read(
-        self, rows: Sequence[RowPosition], following: Sequence[Ints], columns: tuple[str, ...]
-    ) -> pa.Table:
-        """Return ``columns`` of the rows, in their order, with offsets of 64 bits.
-
-        ``following`` are, for each row, those of the same row group that will be asked for next, in
-        order.
-
-        DataError for a file that cannot be read, or rows that take more than the limit.
-        """
-        by_group: dict[int, list[int]] = {}
-        for number, row in enumerate(rows):
-            by_group.setdefault(row.group, []).append(number)
-        sources: list[_HeldRows | None] = [None] * len(rows)
-        for group, numbers in by_group.items():
-            budget = self._keep * len(numbers) // len(rows)
-            wanted = np.array([rows[number].row for number in numbers], np.int64)
-            held = self._hold(
-                group, columns, wanted, [following[number] for number in numbers], budget
-            )
-            for number in numbers:
-                sources[number] = held
-        slices = []
-        size = 0
-        for row, source in zip(rows, sources, strict=True):
-            assert source is not None
-            slices.append(source.slice(row.row))
-            size += int(slices[-1].nbytes)
-            if size > self._limit:
-                raise too_large(
-                    f"dataset {self._name!r}", f"a step of {len(rows)} rows", size, self._limit
-                )
-        return pa.concat_tables(slices).combine_chunks()
-
-    def _hold(
-        self,
-        group: int,
-        columns: tuple[str, ...],
-        wanted: Ints,
-        following: Sequence[Ints],
-        budget: int,
-    ) -> _HeldRows:
-        """Return a group's rows with those that are wanted, read now if they are not held
-        already.
-        """
-        held = self._held.pop((group, columns), None)
-        if held is not None:
-            self._held_bytes -= held.nbytes
-        if held is None or not held.has(wanted):
-            held = self._read(group, columns, wanted, following, budget)
-        self._held[group, columns] = held  # at the end: the dict's order is that of use
-        self._held_bytes += held.nbytes
-        self._shrink()
-        return held
-
-    def _read(
-        self,
-        group: int,
-        columns: tuple[str, ...],
-        wanted: Ints,
-        following: Sequence[Ints],
-        budget: int,
-    ) -> _HeldRows:
-        fitting = budget * self._read_rows // self._read_bytes  # so many rows of the mean size
-        chosen = _with_following(wanted, following, fitting)
-        held = _HeldRows.of(self._decode(self._groups[group], columns, chosen), chosen)
-        self._read_rows += len(chosen)
-        self._read_bytes += held.nbytes
-        if held.nbytes <= budget:
-            return held
-        # longer ones than before
-        fewer = _with_following(wanted, following, len(chosen) * budget // held.nbytes)
-        return _HeldRows.of(held.table.take(pa.array(np.searchsorted(chosen, fewer))), fewer)
-
-    def _decode(self, group: RowGroup, columns: tuple[str, ...], rows: Ints) -> pa.Table:
-        try:
-            table = self._snapshot.read_row_group(
-                group, columns, rows=rows.tolist(), max_bytes=self._limit, footers=self._footers
-            )
-        except TooLarge as error:
-            raise too_large(
-                f"dataset {self._name!r}", error.where, error.nbytes, self._limit
-            ) from error
-        except StorageError as error:
-            raise DataError(f"dataset {self._name!r}: {error}") from error
-        large = pa.schema(
-            [
-                pa.field(field.name, with_large_offsets(decoded(field.type)))
-                for field in table.schema
-            ]
-        )
-        columns_decoded = [decode_column(table[field.name], field.type) for field in large]
-        table = pa.Table.from_arrays(columns_decoded, schema=large)
-        if table.nbytes > self._limit:  # a dictionary has each text once
-            raise too_large(
-                f"dataset {self._name!r}",
-                f"a row group of {group.part!r}",
-                table.nbytes,
-                self._limit,
-            )
-        return table.combine_chunks()
-
-    def _shrink(self) -> None:
-        """Drop what was not used for longest, until the rest fits the budget."""
-        while self._held and self._held_bytes > self._keep:
-            oldest = next(iter(self._held))
-            self._held_bytes -= self._held.pop(oldest).nbytes
-
-
-def too_large(dataset: str, what: str, nbytes: int, limit: int) -> DataError:
-    """Return the error for ``what``, which takes more than may be read at once."""
-    return DataError(
-        f"{dataset}: {what} takes at least {nbytes} bytes once decoded, and a worker may read "
-        f"{limit} at once (data.read_limit; as data.memory_limit where it is not set): raise it, "
-        "lower data.batch_size, or write the dataset with smaller row groups"
-    )
-
-
-def _with_following(wanted: Ints, following: Sequence[Ints], count: int) -> Ints:
-    """Return the rows that are wanted, and up to ``count`` with those that are wanted soonest,
-    in ascending order.
-    """
-    soonest: Iterator[int | None] = (row for rows in zip_longest(*following) for row in rows)
-    ahead = islice((int(row) for row in soonest if row is not None), max(0, count - len(wanted)))
-    return np.array(sorted({*wanted.tolist(), *ahead}), np.int64)
-
+from siirl_dask.tables import Ints, split
 
 __all__ = ["Dataloader", "Source", "open_source", "source_schema"]
 
@@ -251,8 +64,11 @@ class Dataloader:
         self._tables = _table_readers(dataset)
         self._reader = ThreadPoolExecutor(1, "siirl-dataloader")
         self._ahead: dict[_StepPart, Future[pa.Table]] = {}
-        self._drawn = range(position or 0, position or 0)  # numbers of the last step's prompts
-        self._drew_more = position is not None  # from then on steps follow the last number
+        first = 0 if position is None else position
+        self._drawn = range(first, first)  # numbers of the last step's prompts
+        # True once a step has drawn more prompts than its own: the next step's follow the last
+        # one's, and no longer from the step's number
+        self._drew_more = position is not None
 
     @property
     def position(self) -> int | None:
@@ -317,15 +133,15 @@ class Dataloader:
             return schema.empty_table()
         if len(by_source) == 1:
             return self._read_source(rows, schema)
-        parts = [
-            self._read_source([rows[place] for place in places], schema)
-            for places in by_source.values()
-        ]
+        parts = []
+        for places in by_source.values():
+            rows_of_source = [rows[place] for place in places]
+            parts.append(self._read_source(rows_of_source, schema))
         size = sum(int(part.nbytes) for part in parts)
         limit = self._tables[0].limit
         if size > limit:
             raise too_large("the mixture", f"a step of {len(rows)} rows", size, limit)
-        order = np.argsort(np.concatenate([*by_source.values()]))
+        order = np.argsort(np.concatenate(list(by_source.values())))
         return pa.concat_tables(parts).take(pa.array(order)).combine_chunks()
 
     def _read_source(self, rows: Sequence[RowPosition], schema: pa.Schema) -> pa.Table:
@@ -370,15 +186,15 @@ class _TableReader:
     def read(
         self, rows: Sequence[RowPosition], following: Sequence[Ints], schema: pa.Schema
     ) -> dict[str, pa.Array | pa.ChunkedArray]:
-        """Return the columns of ``schema`` that say where a row is in the table, and the table's
-        own.
+        """Return columns of the rows by name: their place in the table, and those of ``schema``.
 
-        One that the table does not have is null.
+        A column that the table does not have is null. ``following`` as for ``RowReader.read``.
         """
         origins = [self._origins[row.group] for row in rows]
+        parts = [part for part, _ in origins]
         numbers = [first + row.row for row, (_, first) in zip(rows, origins, strict=True)]
         columns: dict[str, pa.Array | pa.ChunkedArray] = {
-            DATA_PART: pa.array([part for part, _ in origins], TYPES[DATA_PART]),
+            DATA_PART: pa.array(parts, TYPES[DATA_PART]),
             DATA_ROW: pa.array(numbers, TYPES[DATA_ROW]),
         }
         own = (*IDENTITY, *ORIGIN)
@@ -386,9 +202,11 @@ class _TableReader:
         if self._name is not None and SOURCE_NAME in paths:
             del paths[SOURCE_NAME]
             columns[SOURCE_NAME] = pa.repeat(pa.scalar(self._name, TYPES[SOURCE_NAME]), len(rows))
-        firsts = {path.split(".")[0] for path in paths.values()}
-        names = tuple(sorted(firsts.intersection(self._known)))
-        table = self._rows.read(rows, following, names) if names else None
+        top_level = {path.split(".")[0] for path in paths.values()}
+        names = tuple(sorted(top_level.intersection(self._known)))
+        table = None
+        if names:
+            table = self._rows.read(rows, following, names)
         for name, path in paths.items():
             if table is not None and path.split(".")[0] in names:
                 columns[name] = _extract(table, path)
@@ -399,13 +217,13 @@ class _TableReader:
 
 def _order(dataset: Dataset) -> GlobalOrder | MixedOrder:
     """Return the order of a dataset that is open."""
-    sizes = [
-        [group.rows for group in open_source(source).row_groups()] for source in dataset.sources
-    ]
+    sizes = []
+    for source in dataset.sources:
+        groups = open_source(source).row_groups()
+        sizes.append([group.rows for group in groups])
     if isinstance(dataset, Mixture):
-        return MixedOrder(
-            sizes, [share.weight for share in dataset.shares], dataset.batch_size, dataset.seed
-        )
+        weights = [share.weight for share in dataset.shares]
+        return MixedOrder(sizes, weights, dataset.batch_size, dataset.seed)
     return GlobalOrder(sizes[0], dataset.batch_size or sum(sizes[0]), dataset.seed)
 
 
@@ -430,5 +248,8 @@ def _origins(snapshot: Snapshot) -> list[tuple[int, int]]:
 
 
 def _extract(table: pa.Table, path: str) -> pa.ChunkedArray:
+    """Return the column at a dotted path into the structs of a table."""
     first, *rest = path.split(".")
-    return pc.struct_field(table[first], rest) if rest else table[first]
+    if not rest:
+        return table[first]
+    return pc.struct_field(table[first], rest)

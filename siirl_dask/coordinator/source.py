@@ -226,16 +226,15 @@ def _unhidden(names: Iterable[str]) -> list[str]:
 
 
 def refuse_text(url: str) -> None:
-    """Raise DataError with the command that makes a table of it where JSON or CSV is at ``url``,
-    which has no table.
+    """Raise DataError where JSON or CSV is at ``url``, which has no table: with the command that
+    makes a table of it.
     """
     fs, path = open_fs(url)
     found = _TEXT.search(path)
     table = _TEXT.sub("", url)
     if found is None:
         names = _unhidden(list_files(fs, path))
-        endings = {match[1].lower() if match else None for match in map(_TEXT.search, names)}
-        if not endings or None in endings:
+        if not names or not all(_TEXT.search(name) for name in names):
             return
         table = f"{url.rstrip('/')}-table"
     raise DataError(

@@ -144,7 +144,7 @@ def _cut(array: pa.Array, part: slice) -> pa.Array:
     taken = np.maximum(_bound(part.stop, lengths, lengths) - starts, 0)
     begins = np.cumsum(lengths) - lengths + starts
     ends = np.cumsum(taken)
-    within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - taken, taken)
+    within = np.arange(taken.sum()) - np.repeat(ends - taken, taken)
     places = np.repeat(begins, taken) + within
     return _with_items(array, taken, array.flatten().take(pa.array(places, pa.int64())))
 
@@ -153,7 +153,10 @@ def _bound(number: int | None, lengths: Ints, default: object) -> Ints:
     """Return an end of a slice in lists of these lengths, as Python takes it."""
     if number is None:
         return np.broadcast_to(np.asarray(default), lengths.shape)
-    return np.clip(lengths + number if number < 0 else np.full(len(lengths), number), 0, lengths)
+    ends = np.full(len(lengths), number)
+    if number < 0:  # counted from the end of each list
+        ends = lengths + number
+    return np.clip(ends, 0, lengths)
 
 
 def _lengths(array: pa.Array) -> Ints:
@@ -167,6 +170,5 @@ def _with_items(array: pa.Array, lengths: Ints, items: pa.Array) -> pa.Array:
     large = pa.types.is_large_list(array.type)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     make = pa.LargeListArray if large else pa.ListArray
-    return make.from_arrays(
-        pa.array(offsets, pa.int64() if large else pa.int32()), items, mask=array.is_null()
-    )
+    kind = pa.int64() if large else pa.int32()
+    return make.from_arrays(pa.array(offsets, kind), items, mask=array.is_null())

@@ -80,7 +80,9 @@ class _CsvReader:
             if self._text.count('"', 0, end) % 2 == 0:
                 break
             end = self._text.rfind('"', 0, end)
-        return end + 1 if self._text[end] == "\n" or self._text[end + 1] != "\n" else end + 2
+        if self._text[end : end + 2] == "\r\n":
+            return end + 2
+        return end + 1
 
     def _columns_of(self, text: str) -> Columns:
         fields: list[_Field] = self._field.findall(text)
@@ -142,8 +144,13 @@ class _CsvReader:
 def _cells(quoted: Sequence[str], plain: Sequence[str]) -> list[str | None]:
     if not any(quoted):
         return [text or None for text in plain]
-    pairs = zip(quoted, plain, strict=True)
-    return [inner[1:-1].replace('""', '"') if inner else outer or None for inner, outer in pairs]
+    cells: list[str | None] = []
+    for inner, outer in zip(quoted, plain, strict=True):
+        if inner:
+            cells.append(inner[1:-1].replace('""', '"'))
+        else:
+            cells.append(outer or None)
+    return cells
 
 
 def _lines(text: str) -> int:

@@ -96,7 +96,10 @@ def _of_rows(rows: list[Any]) -> pa.Table:
         if other is not None:
             raise DataError(f"a row of it has the key {other!r}; expected names of columns as keys")
     names = dict.fromkeys(name for row in rows for name in row)
-    return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
+    columns = {}
+    for name in names:
+        columns[name] = pa.array([row.get(name) for row in rows])
+    return pa.table(columns)
 
 
 def _chat_as_text(table: pa.Table, prompt: str) -> str:

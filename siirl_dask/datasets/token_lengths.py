@@ -84,11 +84,9 @@ def longer_than(table: Snapshot, column: str, limit: int) -> list[tuple[int, int
     cannot be read.
     """
     groups = table.row_groups()
-    chosen = sorted(np.random.default_rng(0).permutation(len(groups))[:_GROUPS])
-    parts = [
-        list(own)
-        for _, own in groupby((groups[index] for index in chosen), lambda group: group.part)
-    ]
+    drawn = np.random.default_rng(0).permutation(len(groups))[:_GROUPS]
+    chosen = [groups[index] for index in sorted(drawn)]
+    parts = [list(own) for _, own in groupby(chosen, lambda group: group.part)]
     with ThreadPoolExecutor(_READERS) as pool:
         counted = pool.map(lambda own: list(_count(table, own, column, limit)), parts)
         return [count for counts in counted for count in counts]

@@ -40,9 +40,8 @@ def check_plugins() -> None:
     for plugin in plugins:
         try:
             plugin.load()()
-        except (
-            Exception
-        ) as error:  # a plug-in's own: a missing library, a version that does not fit
+        except Exception as error:
+            # a plug-in's own: a missing library, a version that does not fit
             raise ConfigError(_why(plugin.name, error)) from error
 
 

@@ -74,20 +74,22 @@ def read_topology(
     nodes = [_node_of(place, by_node, root) for place in places]
     near = []
     for index, number in enumerate(numbers):
-        told = frozenset[int]() if number is None else matrix.near.get(number, frozenset())
-        if nodes[index] is None and told:
-            nodes[index] = next((node for node, cpus in by_node.items() if told <= cpus), None)
+        nearby = frozenset[int]() if number is None else matrix.near.get(number, frozenset())
+        if nodes[index] is None and nearby:
+            nodes[index] = next((node for node, cpus in by_node.items() if nearby <= cpus), None)
         node = nodes[index]
-        near.append(told or (by_node.get(node, frozenset()) if node is not None else frozenset()))
+        if not nearby and node is not None:
+            nearby = by_node.get(node, frozenset())
+        near.append(nearby)
     paths = [_bridges(place, root) for place in places]
-    links = tuple(
-        tuple(
-            _link(matrix, numbers[one], numbers[two])
-            or _link_in_sysfs(paths[one], paths[two], nodes[one], nodes[two], same=one == two)
-            for two in range(count)
-        )
-        for one in range(count)
-    )
+
+    def link(one: int, two: int) -> str:
+        in_matrix = _link(matrix, numbers[one], numbers[two])
+        if in_matrix:
+            return in_matrix
+        return _link_in_sysfs(paths[one], paths[two], nodes[one], nodes[two], same=one == two)
+
+    links = tuple(tuple(link(one, two) for two in range(count)) for one in range(count))
     names = [_name(place, index) for index, place in enumerate(places)]
     return Topology(links, tuple(nodes), tuple(near), order_by_links(links, names), tuple(faults))
 
@@ -184,12 +186,14 @@ def _numbers(
             known = read_addresses(ask(traits.addresses))
         except (OSError, ValueError):
             known = {}
-    numbers = [
-        known.get(plain_address(place.address)) if known else place.number for place in places
-    ]
-    if known or {*numbers} <= {*matrix.numbers}:
+    numbers = [place.number for place in places]
+    if known:
+        numbers = [known.get(plain_address(place.address)) for place in places]
+    if known or set(numbers) <= set(matrix.numbers):
         return [number if number in matrix.numbers else None for number in numbers]
-    return [*matrix.numbers] if len(matrix.numbers) == len(places) else [None] * len(places)
+    if len(matrix.numbers) == len(places):
+        return list(matrix.numbers)
+    return [None] * len(places)
 
 
 def _node_of(place: CardPlace, by_node: Mapping[int, frozenset[int]], root: Path) -> int | None:

@@ -106,18 +106,22 @@ class Collection:
             ) from error
 
     def _submitted(self, client: Client, url: str, prompt: str) -> list[Future[StagedPartition]]:
-        """Return a future for each partition, in their order. Those that are delayed are computed
-        by one call: each has the graph of all of them.
+        """Return a future for each partition, in their order. Delayed partitions are computed by
+        one call, since the graph of each contains all of them.
         """
         stage = delayed(stage_partition, pure=False)
         jobs = [stage(one, url, prompt) for one in self.partitions if isinstance(one, Delayed)]
         computed = iter(client.compute(jobs, retries=_RETRIES))
-        return [
-            client.submit(stage_partition, one, url, prompt, pure=False, retries=_RETRIES)
-            if isinstance(one, Future)
-            else next(computed)
-            for one in self.partitions
-        ]
+        futures = []
+        for one in self.partitions:
+            if isinstance(one, Future):
+                future = client.submit(
+                    stage_partition, one, url, prompt, pure=False, retries=_RETRIES
+                )
+            else:
+                future = next(computed)
+            futures.append(future)
+        return futures
 
 
 def write_dataset(

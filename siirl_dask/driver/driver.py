@@ -73,9 +73,9 @@ class Driver:
 
         ``on_progress`` is called every few seconds in which something got done. ``on_idle`` is
         called when there are new workers that no run uses; None if the run could not take them. A
-        node that gets nothing done on a worker for
-        ``node_timeout`` seconds fails the run; 0: it may take any time. ``check`` is called between
-        events, and may raise to end the run. Each task claims ``resources`` of its worker.
+        node that gets nothing done on a worker for ``node_timeout`` seconds fails the run; 0: it
+        may take any time. ``check`` is called between events, and may raise to end the run. Each
+        task claims ``resources`` of its worker.
         """
         self._client = client
         self._spec = spec
@@ -89,9 +89,8 @@ class Driver:
         self._on_idle = on_idle
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._pending: deque[PendingIteration] = deque()
-        self._checkpoints: dict[
-            int, PendingCheckpoint
-        ] = {}  # by the sequence number of their iteration
+        # by the sequence number of their iteration
+        self._checkpoints: dict[int, PendingCheckpoint] = {}
         self._tables = StagedTables(spec.members)
         self._last_futures: dict[str, Future[Any]] = {}
         self._turn = 0
@@ -151,13 +150,11 @@ class Driver:
 
         ``cluster_stays``: the cluster stays when this process ends, however that happens.
         """
+        shortest_timeout = min(timeout, self._stall_timeout)
+        interval = min(shortest_timeout / _REPORTS_PER_TIMEOUT, _REPORT_INTERVAL)
         ports = self._on_cluster.register(
             cluster_stays,
-            min(
-                timeout / _REPORTS_PER_TIMEOUT,
-                self._stall_timeout / _REPORTS_PER_TIMEOUT,
-                _REPORT_INTERVAL,
-            ),
+            interval,
             self._handle_next,
             elastic=self._on_idle is not None,
             node_timeout=self._node_timeout,
@@ -186,9 +183,10 @@ class Driver:
             if not self._pending and not self._checkpoints and self._tables.first_awaited is None:
                 return
             if not self._pending or len(self._pending[0].logged) < len(self._spec.members):
-                self._handle(
-                    self._next_event(self._stall_timeout, self._position(), "cluster.stall_timeout")
+                event = self._next_event(
+                    self._stall_timeout, self._position(), "cluster.stall_timeout"
                 )
+                self._handle(event)
                 continue
             first = self._pending.popleft()
             self._tables.end(first.iteration.sequence)
@@ -210,11 +208,9 @@ class Driver:
         self._on_cluster.abort(reason)
         deadline = time.monotonic() + _STOP_TIMEOUT
         present = self._on_cluster.present()
-        while (
-            time.monotonic() < deadline
-            and self._pending
-            and not present.isdisjoint(self._busy_workers())
-        ):
+        while self._pending and time.monotonic() < deadline:
+            if present.isdisjoint(self._busy_workers()):
+                return
             time.sleep(_STOP_INTERVAL)
 
     def finish(self, timeout: float) -> None:
@@ -338,20 +334,17 @@ class Driver:
         match event["kind"]:
             case "done":
                 sequence = event["sequence"]
-                pending = next(
-                    each for each in self._pending if each.iteration.sequence == sequence
-                )
-                pending.logged[event["member"]] = unpack(event["metrics"])
+                pending = {each.iteration.sequence: each for each in self._pending}
+                pending[sequence].logged[event["member"]] = unpack(event["metrics"])
                 self._tables.await_tables(sequence, event.get("tables", ()))
                 if "saved" in event:
                     self._checkpoints[sequence].saved[event["member"]] = event["saved"]
             case "staged":
                 self._tables.report(event)
             case "written":
-                files = {
-                    name: FileDigest(nbytes, digits)
-                    for name, (nbytes, digits) in event["files"].items()
-                }
+                files = {}
+                for name, (nbytes, digits) in event["files"].items():
+                    files[name] = FileDigest(nbytes, digits)
                 self._checkpoints[event["sequence"]].written[event["member"]] = files
             case kind if kind in FAILURES:
                 raise failure_of(event, self._events, self._position())
@@ -384,9 +377,10 @@ class Driver:
         except OSError:
             return RunError(f"{message}: and the scheduler does not say where the workers are")
         stall = RunError(f"{message}: {self._describe_positions(readings)}")
-        hanging = [
-            worker for worker, reading in readings.items() if reading.place and not reading.waits
-        ]
+        hanging = []
+        for worker, reading in readings.items():
+            if reading.place and not reading.waits:
+                hanging.append(worker)
         stall.report = describe_waits(self._client, self._spec, hanging)
         return stall
 
@@ -395,9 +389,8 @@ class Driver:
         for checkpoint in self._checkpoints.values():
             late = [worker for worker in self._spec.members if worker not in checkpoint.written]
             writing += [(worker, checkpoint.url) for worker in late]
-        return describe_positions(
-            {worker: readings[worker] for worker in self._busy_workers()}, writing
-        )
+        busy = {worker: readings[worker] for worker in self._busy_workers()}
+        return describe_positions(busy, writing)
 
     def _busy_workers(self) -> list[str]:
         """Return the workers that are still in the first pending iteration, or still building

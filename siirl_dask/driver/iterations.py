@@ -122,8 +122,8 @@ def iterations(
 
 
 def _is_due(step: int, every: int, is_last: bool) -> bool:
-    """Return whether an action is due after ``step`` that is due every ``every`` steps and after
-    the last; 0: never.
+    """Return whether an action is due after ``step``: every ``every`` steps and after the last; if
+    ``every`` is 0, never.
     """
     if every == 0:
         return False
@@ -138,8 +138,8 @@ def until_stopped(
     """Yield the iterations; once ``should_stop()`` is true, end after a training step, its
     validation and checkpoint.
 
-    That step drains the pipeline. After the last of all ``steps`` nothing ends: what follows it is
-    done as well.
+    That step drains the pipeline. A stop that is asked for after the last of all ``steps`` cuts
+    nothing off: the final validation, checkpoint and test run as well.
     """
     stopping = False
     step = 0
@@ -153,7 +153,7 @@ def until_stopped(
             if should_stop() and step < steps:
                 stopping = True
                 iteration = replace(iteration, drain=True)
-        elif kind in (Phase.VALIDATION, Phase.CHECKPOINT) and 0 < step < steps and not stopping:
+        elif kind in (Phase.VALIDATION, Phase.CHECKPOINT) and not stopping and 0 < step < steps:
             stopping = should_stop()
         yield iteration
         if stopping and kind is Phase.CHECKPOINT:

@@ -137,7 +137,7 @@ def prepare_launch(
         checkpoints,
         log,
         digest=RunIdentity.of(config, dag).digest(),
-        cuts={cut.table: cut for cut in frontiers(dag, train.stages)[0]},
+        cuts={cut.table: cut for cut in frontiers(dag, train.flow)[0]},
         state_tables=[node.state_table for node in dag.nodes if node.state_table],
     )
     notes = [f"data       {change}" for change in changes]
@@ -194,10 +194,11 @@ def _driver(
         models=job.models,
         footprints=checked.footprints,
     )
+    steps_ahead = 0 if config.rollout.steps_ahead is None else config.rollout.steps_ahead
     return Driver(
         client,
         spec,
-        lookahead=config.run.lookahead + (config.rollout.steps_ahead or 0),
+        lookahead=config.run.lookahead + steps_ahead,
         stall_timeout=config.cluster.stall_timeout,
         folder=checkpoints.folder,
         on_progress=log.progress.under_way,
@@ -219,11 +220,13 @@ def plan_run(
     assume_columns: bool = False,
     relaunched: bool = False,
 ) -> Phases:
-    """Plan the phases of the run; a resumed run gets one more, which loads the weights into the
-    engines.
+    """Plan the phases of the run.
 
-    So does one that is ``relaunched`` from the beginning: reused engines have newer weights. And so
-    does one whose policy begins with adapters (``trainer.lora.path``), which engines have not read.
+    A run whose engines begin with other weights than its policy gets one phase more, which loads
+    the policy's weights into the engines. That is a resumed run; one that is ``relaunched`` from
+    the beginning, whose reused engines have newer weights; and one whose policy begins with
+    adapters (``trainer.lora.path``), which engines have not read.
+
     With ``assume_columns`` an absent dataset is assumed to have the columns that the configuration
     names.
     """
@@ -238,10 +241,8 @@ def plan_run(
     if resume.done or relaunched or _begins_with_adapters(dag):
         loading = weights_dag(dag)
         if loading is not None:
-            phases[Phase.WEIGHTS] = (
-                compile_chains(loading, workers, NO_DATA, placement, hosts),
-                dataset,
-            )
+            loading_plan = compile_chains(loading, workers, NO_DATA, placement, hosts)
+            phases[Phase.WEIGHTS] = (loading_plan, dataset)
     plans = {str(Phase.TRAIN): train}
     for table, cut in resume.cuts.items():
         plans[replay_plan(table)] = compile_chains(cut.dag, workers, NO_DATA, placement, hosts)
@@ -251,10 +252,11 @@ def plan_run(
 
 
 def _begins_with_adapters(dag: DAG) -> bool:
-    trainers = [options_of(role.build).get("trainer") for role in dag.roles]
-    return any(
-        isinstance(trainer, TrainerConfig) and trainer.lora.path is not None for trainer in trainers
-    )
+    for role in dag.roles:
+        trainer = options_of(role.build).get("trainer")
+        if isinstance(trainer, TrainerConfig) and trainer.lora.path is not None:
+            return True
+    return False
 
 
 def _prepare_folder(job: Job, log: RunLog, phases: Phases) -> None:

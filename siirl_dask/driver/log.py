@@ -97,9 +97,8 @@ class RunLog:
         self.steps = self.resume.done
         self.workers = self.config.cluster.workers
         observe = self.config.observe
-        self._tracker = Tracker(
-            observe.backends, self.progress.note if observe.progress else logger.warning
-        )
+        warn = self.progress.note if observe.progress else logger.warning
+        self._tracker = Tracker(observe.backends, warn)
 
     def resume_at(self, resume: ResumePoint) -> None:
         """Set where the run begins, and show it to the user."""
@@ -212,14 +211,10 @@ class RunLog:
         if self.begun and isinstance(error, SiirlError):
             self.announce(error)
         try:
-            self.end(
-                Status.FAILED,
-                redacted(f"{type(error).__name__}: {error}"),
-                failure_of(error, self.command),
-            )
-        except (
-            Exception
-        ) as broken:  # each store has errors of its own; what ended the run must be seen
+            message = redacted(f"{type(error).__name__}: {error}")
+            self.end(Status.FAILED, message, failure_of(error, self.command))
+        except Exception as broken:
+            # each store has errors of its own; what ended the run must be seen
             text = redacted(f"  the summary is not written: {type(broken).__name__}: {broken}")
             print(text, file=sys.stderr, flush=True)
         if self.begun and isinstance(error, SiirlError):
@@ -240,6 +235,13 @@ class RunLog:
         through_scheduler = None
         if self.scheduler_bytes and steps_here:
             through_scheduler = self.scheduler_bytes / steps_here
+        speed = None
+        if self.steps and seconds:
+            speed = self.samples / seconds
+        between_peers = None
+        if self.steps:
+            between_peers = self.peer_bytes * (1 / self.steps)
+        restarts = [replace(restart, cause=redacted(restart.cause)) for restart in self.restarts]
         summary = Summary(
             run_id=self.config.run.name,
             status=status,
@@ -248,26 +250,22 @@ class RunLog:
             steps=self.steps,
             workers=self.workers,
             seconds=seconds,
-            samples_per_second=self.samples / seconds if self.steps and seconds else None,
+            samples_per_second=speed,
             validation=self.accuracy,
             bytes_per_step=BytesPerStep(
-                peers=self.peer_bytes * (1 / self.steps) if self.steps else None,
-                scheduler_and_client=through_scheduler,
+                peers=between_peers, scheduler_and_client=through_scheduler
             ),
-            restarts=tuple(
-                replace(restart, cause=redacted(restart.cause)) for restart in self.restarts
-            ),
+            restarts=tuple(restarts),
             slowest=self._slowest(),
             warnings=tuple(self.drift.said),
         )
         if status is Status.COMPLETE:
             self.attempt.check()
         if self._started and self.attempt.holds():
-            write_summary(self.config.run.url, summary)
+            run = self.config.run
+            write_summary(run.url, summary)
             if self.steps and self.config.observe.plot:
-                plot_run(
-                    self.config.run.url, join(self.config.run.url, "plot.svg"), self.config.run.name
-                )
+                plot_run(run.url, join(run.url, "plot.svg"), run.name)
             self._tracker.end(status)
         return summary
 
@@ -295,12 +293,9 @@ class RunLog:
         """Return what took longest in the last steps; None where nothing is recorded, or another
         start has the run.
         """
-        if (
-            not self._started
-            or not self.steps
-            or not self.config.observe.trace
-            or not self.attempt.holds()
-        ):
+        if not self._started or not self.steps or not self.config.observe.trace:
+            return None
+        if not self.attempt.holds():
             return None
         return slowest_of(self.config.run.url)
 
@@ -340,8 +335,10 @@ class RunLog:
 
 
 def _add_speeds(metrics: dict[str, float | None], seconds: float) -> None:
-    """Add what was done a second, by the time that workers took; ``seconds`` passed between the
-    reports of two steps, which may come at once.
+    """Add samples and tokens a second to a step's metrics.
+
+    The time is what the workers took; without that metric, the ``seconds`` between the reports of
+    two steps, which may arrive together.
     """
     own = metrics.get(STEP_SECONDS)
     if own:

@@ -82,11 +82,11 @@ def plan_phases(
     if validation is not None and config.validation.url:
         datasets[Phase.VALIDATION] = (validation, Source.of(config.data, url=config.validation.url))
         if config.validation.test_url:
-            nodes = tuple(
-                replace(node, save_as="test") if node.save_as else node for node in validation.nodes
-            )
+            nodes = []
+            for node in validation.nodes:
+                nodes.append(replace(node, save_as="test") if node.save_as else node)
             test = Source.of(config.data, url=config.validation.test_url)
-            datasets[Phase.TEST] = (replace(validation, nodes=nodes), test)
+            datasets[Phase.TEST] = (replace(validation, nodes=tuple(nodes)), test)
     phases: Phases = {}
     for phase, (graph, dataset) in datasets.items():
         absent = {

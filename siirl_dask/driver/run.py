@@ -164,8 +164,10 @@ def train(
 def _planned(
     config: Config, dag: DAG, validation: DAG | None, starts: Starts, resume: ResumePoint
 ) -> tuple[Phases, Checked]:
-    """Return the plans of a run, and what its checks found, where it starts from files that are
-    not written yet in those that they are made of.
+    """Return the plans of a run, and what its checks found.
+
+    Where the run starts from folders that are not written yet, the checks look at the folders that
+    these will be made of.
     """
     workers = worker_names(config)
     assume_columns = config.data.prepare is not None
@@ -272,9 +274,8 @@ def _fenced(log: RunLog) -> Fenced | None:
         log.attempt.check()
     except Fenced as fenced:
         return fenced
-    except (
-        Exception
-    ) as error:  # each store has errors of its own, and it may be what the run failed of
+    except Exception as error:
+        # each store has errors of its own, and it may be what the run failed of
         text = redacted(f"{log.attempt.url} cannot be looked at: {type(error).__name__}: {error}")
         logger.warning("%s", text)
     return None
@@ -409,11 +410,10 @@ def _drive(
     with driver.session(config.cluster, lambda error: restarts.after(error, log.steps), previous):
         launch.prepare_folder()
         resume = log.resume
-        log.begin(
-            log.page.begin(
-                client, config, log.attempt.url, driver.plugin, members=members, done=resume.done
-            )
+        dashboard = log.page.begin(
+            client, config, log.attempt.url, driver.plugin, members=members, done=resume.done
         )
+        log.begin(dashboard)
         for note in launch.notes:
             log.progress.note(note)
         reused = sum(1 for roles in driver.reused_roles.values() if roles)

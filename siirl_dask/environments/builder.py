@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from siirl_dask.config import EnvironmentsConfig, ModelConfig, OnToolError, parse_bytes
@@ -22,7 +21,7 @@ from siirl_dask.environments.shapes import UnknownShape, is_async, shape_of
 from siirl_dask.environments.tools import CallParser, Schema, schema_of, schemas_by_name
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.cache import local_model
-from siirl_dask.planner import RoleCost, builds
+from siirl_dask.planner import RoleCost, bare, builds
 
 Factory = Callable[..., Any]
 """A class of environments, or a function that makes one; see docs/environments.md."""
@@ -157,7 +156,7 @@ def _world(options: Mapping[str, Any]) -> World:
 def _class_of(named: tuple[str, Factory]) -> tuple[str, type | None]:
     """Return the class of environments that a factory makes, as far as that is known."""
     name, factory = named
-    kind = factory.func if isinstance(factory, partial) else factory
+    kind = bare(factory)
     return name, kind if isinstance(kind, type) else None
 
 
@@ -172,7 +171,7 @@ def _schemas(kind: type) -> Sequence[Schema]:
 
 
 def _name(tool: Callable[..., Any]) -> str:
-    return str(getattr(tool.func if isinstance(tool, partial) else tool, "__name__", repr(tool)))
+    return str(getattr(bare(tool), "__name__", repr(tool)))
 
 
 def check_environments(

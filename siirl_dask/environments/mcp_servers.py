@@ -149,9 +149,8 @@ class _Server:
                     self._lost.clear()
                     self.connected.set()
                     await _first_of(leave, self._lost)
-            except (
-                Exception
-            ) as error:  # also of a connection that is closed though its server is gone
+            except Exception as error:
+                # also of a connection that is closed though its server is gone
                 if not known:
                     raise
                 self._last_error = f"{type(error).__name__}: {error}"

@@ -258,9 +258,10 @@ def serve(file: int) -> None:
             answer = runner.run(guarded(calls[name](*arguments)))
             if name == "reset" and isinstance(answer, Failure):
                 runner.run(guarded(room.close(arguments[0])))
-            requests.answer(
-                _as_json((None, answer.reason) if isinstance(answer, Failure) else (answer, None))
-            )
+            reply: tuple[Any, str | None] = (answer, None)
+            if isinstance(answer, Failure):
+                reply = (None, answer.reason)
+            requests.answer(_as_json(reply))
 
 
 def _prepare(world: World) -> None:

@@ -174,9 +174,8 @@ class WorkerSession:
     ) -> None:
         try:
             answer = await call
-        except (
-            Exception
-        ) as error:  # nothing of an environment comes this way; a caller that waits must hear of it
+        except Exception as error:
+            # nothing of an environment comes this way; a caller that waits must hear of it
             logger.exception("a call of episode %d", number)
             answer = Failure(reason_of(error))
         episode.task = None

@@ -99,12 +99,10 @@ def shape_of(thing: object) -> EnvironmentFunctions:
             f"{_name(thing)}.reset takes ({', '.join(names)}): expected reset(row, seed)"
         )
     tools = _documented(thing)
-    return _checked(
-        thing,
-        EnvironmentFunctions(
-            _bound(_reset_by_name, reset), None if "step" in tools else step, tools, **common
-        ),
-    )
+    if "step" in tools:
+        step = None
+    functions = EnvironmentFunctions(_bound(_reset_by_name, reset), step, tools, **common)
+    return _checked(thing, functions)
 
 
 def _checked(thing: object, shape: EnvironmentFunctions) -> EnvironmentFunctions:

@@ -67,9 +67,8 @@ def schema_of(function: Callable[..., Any]) -> Schema:
     name = getattr(bare, "__name__", repr(bare))
     try:
         schema: dict[str, Any] = get_json_schema(bare)
-    except (
-        Exception
-    ) as error:  # transformers raises exceptions of its own, which have no common base
+    except Exception as error:
+        # transformers raises exceptions of its own, which have no common base
         raise ConfigError(
             f"the tool {name!r} has no schema: {error}; expected types on all arguments and a "
             "docstring with a line for each under 'Args:'"

@@ -156,13 +156,13 @@ def analyze(
     if estimated is not None and speed is not None:
         overhead = speed.overhead * (1 + sum(edge.moves for edge in plan.edges))
         estimated_step = schedule(config, plan, estimated, plan.placement, overhead).seconds
-    seconds = {name: node.seconds for name, node in measured.nodes.items() if name in plan.stages}
+    seconds = {name: node.seconds for name, node in measured.nodes.items() if name in plan.flow}
     rest = max(0.0, measured.seconds - schedule(config, plan, seconds, plan.placement, 0.0).seconds)
     return Analysis(
         measured=measured,
         lengths=mean_lengths(records, config.rollout.max_response_length),
         edges=_edges(plan, sizes, measured, records, lengths),
-        nodes=[_node(plan, name, measured, estimated) for name in plan.stages],
+        nodes=[_node(plan, name, measured, estimated) for name in plan.flow],
         memory=[_memory(group, measured) for group in memory],
         seconds=Compared(estimated_step, measured.seconds),
         splits=splits_by(config, plan, _Scaled(plan, seconds, model).on, rest) if seconds else [],
@@ -190,7 +190,7 @@ class _Scaled:
             after = self.model.on(placement)
         scaled = {}
         for name, seconds in self.seconds.items():
-            node = self.plan.stages[name].node
+            node = self.plan.flow[name].node
             if before and after and before.get(name) and name in after:
                 scaled[name] = seconds * after[name] / before[name]
             elif PARAMETER_DATA in (*node.contract.reads, *node.contract.writes.names):
@@ -205,17 +205,26 @@ class _Scaled:
 def _node(
     plan: Plan, name: str, measured: Measured, estimated: Mapping[str, float] | None
 ) -> NodeAnalysis:
-    node = plan.stages[name].node
-    own = measured.nodes.get(name)
+    node = plan.flow[name].node
     estimated_seconds = None if estimated is None else estimated.get(name)
-    return NodeAnalysis(
+    analysis = NodeAnalysis(
         name=name,
         role=node.role,
         workers=len(plan.placement[node.role]),
-        seconds=Compared(estimated_seconds, None if own is None else own.seconds),
-        share=None if own is None or not measured.seconds else own.seconds / measured.seconds,
-        worker=None if own is None else own.worker,
-        memory=None if own is None else own.memory,
+        seconds=Compared(estimated_seconds, None),
+        share=None,
+        worker=None,
+        memory=None,
+    )
+    own = measured.nodes.get(name)
+    if own is None:
+        return analysis
+    return replace(
+        analysis,
+        seconds=Compared(estimated_seconds, own.seconds),
+        share=own.seconds / measured.seconds if measured.seconds else None,
+        worker=own.worker,
+        memory=own.memory,
     )
 
 
@@ -239,18 +248,18 @@ def _edges(
     for ends, bound in bounds.items():
         moves = ends in moving
         own = measured.edges.get(moving[ends]) if moves else None
+        source, target, *by_group = ends
         expected_bytes = at_mean[ends].bytes if moves and at_mean is not None else None
-        measured_rows = None if ends[2:] else rows.get(plan.stages[ends[1]].rows)
+        received = None if own is None else own.received
+        measured_rows = None if by_group else rows.get(plan.flow[target].rows)
         edges.append(
             EdgeAnalysis(
-                ends[0],
-                ends[1],
+                source,
+                target,
                 moves=moves,
                 rows=Compared(bound.rows, measured_rows, _ROWS),
                 most_bytes=bound.bytes if moves else None,
-                bytes=Compared(
-                    expected_bytes, None if own is None else own.received, above_only=True
-                ),
+                bytes=Compared(expected_bytes, received, above_only=True),
                 unknown=bound.unknown,
                 waiting=None if own is None else own.waiting,
             )
@@ -264,7 +273,7 @@ def _measured_rows(
     """Return the rows of an average step by the node that made them: prompts, and their samples."""
     found: dict[str, float | None] = {}
     for maker in rows_made(plan, sizes):
-        written = () if maker == DATA else plan.stages[maker].node.contract.writes.names
+        written = () if maker == DATA else plan.flow[maker].node.contract.writes.names
         if RESPONSE_IDS in written:
             found[maker] = _mean(records, "samples")
         elif maker == DATA or PROMPT_IDS in written:

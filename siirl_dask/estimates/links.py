@@ -77,17 +77,19 @@ class _Layouts:
         self._longest = max(len(worker.encode()) for worker in self._names)
         self._tables: dict[str, _Table | None] = {}  # None: nothing bounds its rows
         self.links: dict[str, EdgeLinks] = {}
-        edges_to: dict[str, list[Edge]] = {name: [] for name in plan.stages}
+        edges_to: dict[str, list[Edge]] = {name: [] for name in plan.flow}
         for edge in plan.edges:
             edges_to[edge.target].append(edge)
-        for name, stage in plan.stages.items():
-            self._tables[name] = self._output(stage, self._input(stage, edges_to[name]))
+        for name, node_columns in plan.flow.items():
+            self._tables[name] = self._output(
+                node_columns, self._input(node_columns, edges_to[name])
+            )
 
-    def _input(self, stage: NodeColumns, edges: list[Edge]) -> _Table | None:
+    def _input(self, node_columns: NodeColumns, edges: list[Edge]) -> _Table | None:
         """Return a node's input on the node's workers, and count the bytes that this moves."""
-        node = stage.node
+        node = node_columns.node
         if not node.after:
-            return self._loaded(stage)
+            return self._loaded(node_columns)
         if not edges:
             return self._tables[node.after[0]]
         guide = next(edge for edge in edges if edge.source == edge.guide and not edge.by_group)
@@ -106,22 +108,22 @@ class _Layouts:
                 self.links[edge.name] = self._count(edge, self._tables[edge.source], owners)
         return None if guiding is None else replace(guiding, workers=owners)
 
-    def _loaded(self, stage: NodeColumns) -> _Table:
+    def _loaded(self, node_columns: NodeColumns) -> _Table:
         """Return the step's prompts, in equal parts on the workers that load them."""
         prompts = self._sizes.prompts
-        workers = self._plan.placement[stage.node.role]
+        workers = self._plan.placement[node_columns.node.role]
         parts = []
         for worker, (start, stop) in zip(workers, split(prompts, len(workers)), strict=True):
             parts.append(np.full(stop - start, self._number[worker]))
         ids = np.arange(prompts)
         return _Table(self._rows(ids, ids, self._sizes.prompt_tokens), np.concatenate(parts))
 
-    def _output(self, stage: NodeColumns, table: _Table | None) -> _Table | None:
+    def _output(self, node_columns: NodeColumns, table: _Table | None) -> _Table | None:
         """Return a node's output."""
-        if table is None or not stage.node.contract.new_rows:
+        if table is None or not node_columns.node.contract.new_rows:
             return table
-        times = times_of(stage.node)
-        if times is None or stage.node.name in self._sizes.totals:
+        times = times_of(node_columns.node)
+        if times is None or node_columns.node.name in self._sizes.totals:
             return None
         ids = table.rows.row_ids
         if times > 1:

@@ -120,18 +120,16 @@ class NodeSeconds:
     def _moves_of(self, roles: frozenset[str], placement: Placement) -> WorkerMoves:
         """Return the moves of a worker with these roles."""
         nodes = [node for node in self.plan.dag.ordered() if node.role in roles]
-        works = [
-            NodeWork(node, _computes(node, self.plan), learns(node, self.plan)) for node in nodes
-        ]
+        works = []
+        for node in nodes:
+            works.append(NodeWork(node, _computes(node, self.plan), learns(node, self.plan)))
         generating: dict[str, Node] = {}
         for node in nodes:
             if RESPONSE_IDS in node.contract.writes.names:
                 generating[node.role] = node
         engines = [self._engine(node, placement, works) for node in generating.values()]
-        models = [
-            self._parked(role, placement, works)
-            for role in dict.fromkeys(node.role for node in nodes)
-        ]
+        roles_in_order = dict.fromkeys(node.role for node in nodes)
+        models = [self._parked(role, placement, works) for role in roles_in_order]
         all_workers = {worker for workers in placement.values() for worker in workers}
         return WorkerMoves(
             self.speed,

@@ -54,13 +54,13 @@ def image_features(model: Any, pixels: Sequence[Pixels]) -> list[ImageFeatures]:
     device = model.get_input_embeddings().weight.device
     output = model.get_image_features(values.to(device), grids.to(device), return_dict=True)
     counts = [len(embeddings) for embeddings in output.pooler_output]
-    levels = [
-        _by_image(level, counts) for level in getattr(output, "deepstack_features", None) or ()
-    ]
-    return [
-        ImageFeatures(embeddings, tuple(level[index] for level in levels))
-        for index, embeddings in enumerate(output.pooler_output)
-    ]
+    levels = []
+    for level in getattr(output, "deepstack_features", None) or ():
+        levels.append(_by_image(level, counts))
+    features = []
+    for index, embeddings in enumerate(output.pooler_output):
+        features.append(ImageFeatures(embeddings, tuple(level[index] for level in levels)))
+    return features
 
 
 def _by_image(level: Tensor | Sequence[Tensor], counts: Sequence[int]) -> Sequence[Tensor]:

@@ -178,9 +178,8 @@ def _opened(data: bytes, max_pixels: int) -> Iterator[pil.Image]:
         raise ImageError(
             f"it has too many pixels (images.max_source_pixels={max_pixels:,}): {error}"
         ) from None
-    except (
-        Exception
-    ) as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error and more
+    except Exception as error:
+        # decoders raise OSError, SyntaxError, ValueError, struct.error and more
         raise ImageError(
             f"it is damaged or cut off: {type(error).__name__}: {str(error)[:_SAID]}"
         ) from error

@@ -163,9 +163,8 @@ def _read_config(lora: LoraConfig) -> dict[str, Any]:
         raise
     except StorageError as error:
         raise ConfigError(f"{subject}: {error}") from error
-    except (
-        Exception
-    ) as error:  # drivers of remote storage raise what they like, and so does what is no JSON
+    except Exception as error:
+        # drivers of remote storage raise what they like, and so does what is no JSON
         raise ConfigError(
             f"{subject}: {CONFIG} cannot be read: {type(error).__name__}: {error}"
         ) from error

@@ -48,7 +48,10 @@ def pair(
     for name, tensor in tensors:
         end = A if name.endswith(A) else B
         halves.setdefault(name.removesuffix(end) + WEIGHT, {})[end] = tensor.detach().to(copy=True)
-    if wrong := sorted(_wrong(halves, shapes)) or ([] if halves else ["there are none"]):
+    wrong = sorted(_wrong(halves, shapes))
+    if not halves and not wrong:
+        wrong = ["there are none"]
+    if wrong:
         raise ValueError(f"adapters of version {version} do not fit: {'; '.join(wrong[:5])}")
     return {name: Adapter(found[A], found[B]) for name, found in halves.items()}
 

@@ -160,9 +160,8 @@ def understood(path: str, config: Mapping[str, Any], take: Callable[[Mapping[str
     """Return ``take(config)``; ConfigError, by the model's path, for whatever it raises."""
     try:
         return take(config)
-    except (
-        Exception
-    ) as error:  # transformers raises many kinds of errors for a config that it refuses
+    except Exception as error:
+        # transformers raises many kinds of errors for a config that it refuses
         raise ConfigError(
             f"model.path={path!r}: its config.json cannot be read: {error}"
         ) from error

@@ -95,9 +95,8 @@ def any_changed() -> bool:
 def _works(name: str) -> bool:
     try:
         importlib.import_module(name)
-    except (
-        Exception
-    ) as error:  # an OSError or a RuntimeError of its libraries; the kind does not matter
+    except Exception as error:
+        # an OSError or a RuntimeError of its libraries; the kind does not matter
         _forget(name)
         if (
             name == "torchvision"

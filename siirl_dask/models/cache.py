@@ -61,7 +61,8 @@ def local_folder(path: str, known: Mapping[str, RemoteModel]) -> str:
     """
     if not is_remote(path):
         return path
-    return str(fetch(known[path] if path in known else find_model(path)))
+    model = known[path] if path in known else find_model(path)
+    return str(fetch(model))
 
 
 def folder_here(path: str, *, weights: bool) -> str:
@@ -71,7 +72,9 @@ def folder_here(path: str, *, weights: bool) -> str:
     if not is_remote(path):
         return path
     model = find_model(path)
-    return str(fetch(model if weights or is_here(model) else model.without_weights()))
+    if not weights and not is_here(model):
+        model = model.without_weights()
+    return str(fetch(model))
 
 
 def open_model(path: str) -> tuple[AbstractFileSystem, str]:

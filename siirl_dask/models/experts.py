@@ -44,15 +44,17 @@ def joined(opened: Mapping[str, Any]) -> dict[str, Any]:
             continue
         count = 1 + max(expert for expert, _ in names)
         for parameter, parts in _PARTS.items():
-            needed = [[(expert, part) for part in parts] for expert in range(count)]
-            if lacking := [each for expert in needed for each in expert if each not in names]:
+            needed = [(expert, part) for expert in range(count) for part in parts]
+            lacking = [each for each in needed if each not in names]
+            if lacking:
                 raise ConfigError(
                     f"{experts} of {count} experts: the files lack (expert, part) {lacking[:3]}"
                 )
-            sources = tuple(
-                tuple((opened[names[each]], names[each]) for each in expert) for expert in needed
-            )
-            rest[f"{experts}.{parameter}"] = _Joined(sources)
+            sources = []
+            for expert in range(count):
+                own = [names[expert, part] for part in parts]
+                sources.append(tuple((opened[name], name) for name in own))
+            rest[f"{experts}.{parameter}"] = _Joined(tuple(sources))
     return rest
 
 
@@ -77,9 +79,8 @@ class _Joined:
 
     def __getitem__(self, places: tuple[slice, ...]) -> Tensor:
         experts, rows, columns = places
-        return torch.stack(
-            [
-                torch.cat([file.get_tensor(name) for file, name in parts])[rows, columns]
-                for parts in self.sources[experts]
-            ]
-        )
+        chosen = []
+        for parts in self.sources[experts]:
+            whole = torch.cat([file.get_tensor(name) for file, name in parts])
+            chosen.append(whole[rows, columns])
+        return torch.stack(chosen)

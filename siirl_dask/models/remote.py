@@ -254,10 +254,10 @@ def _on_hub(url: str) -> RemoteModel:
     commit = api.repo_info(name.repo, revision=name.revision).sha
     tree = api.list_repo_tree(name.repo, name.folder or None, revision=commit)
     entries = [entry for entry in tree if isinstance(entry, RepoFile)]
-    files = [
-        RemoteFile(_base(entry.path), entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id)
-        for entry in entries
-    ]
+    files = []
+    for entry in entries:
+        digest = entry.lfs.sha256 if entry.lfs else entry.blob_id
+        files.append(RemoteFile(_base(entry.path), entry.size, digest))
     return RemoteModel(url, _chosen(files), str(commit))
 
 

@@ -78,12 +78,11 @@ def _routing(config: Mapping[str, Any]) -> Routing:
     whole = CONFIG_MAPPING[_FAMILY].from_dict(dict(config))
     dense = {*(whole.mlp_only_layers or ())}
     each = whole.decoder_sparse_step
-    layers = [
-        at for at in range(whole.num_hidden_layers) if at not in dense and not (at + 1) % each
-    ]
-    return Routing(
-        tuple(layers) if whole.num_experts else (), whole.num_experts, whole.num_experts_per_tok
-    )
+    layers = []
+    for at in range(whole.num_hidden_layers):
+        if whole.num_experts and at not in dense and (at + 1) % each == 0:
+            layers.append(at)
+    return Routing(tuple(layers), whole.num_experts, whole.num_experts_per_tok)
 
 
 def routers(model: PreTrainedModel, routing: Routing) -> list[tuple[nn.Module, nn.Module]]:

@@ -24,8 +24,7 @@ from siirl_dask.nodes.prompts import MAX_TOKENS, encode_prompts, prompt_columns
 from siirl_dask.nodes.reward import begin_scores, score
 from siirl_dask.nodes.routes import route_columns
 from siirl_dask.nodes.sampling import SAMPLED
-from siirl_dask.planner import ContractChanges
-from siirl_dask.planner import columns as declares
+from siirl_dask.planner import ContractChanges, columns
 from siirl_dask.rewards import Scorer
 from siirl_dask.schema import (
     ANSWER,
@@ -70,7 +69,7 @@ def _check_samples(*, rollout: RolloutConfig, **options: object) -> None:
         )
 
 
-@declares(
+@columns(
     reads=[PROMPT, ANSWER],
     optional=[MAX_TOKENS],
     writes=_WRITES,

@@ -163,6 +163,7 @@ def _generate(
         rows = add_routes(ctx.resource, rows, sampled)
     if versions:
         engine: RolloutEngine = ctx.resource
-        of_tokens = [sample.generation.versions_or(engine.version) for sample in sampled]
-        rows = rows.append_column(TOKEN_VERSIONS, pa.array(of_tokens, TYPES[TOKEN_VERSIONS]))
+        token_versions = [sample.generation.versions_or(engine.version) for sample in sampled]
+        column = pa.array(token_versions, TYPES[TOKEN_VERSIONS])
+        rows = rows.append_column(TOKEN_VERSIONS, column)
     return rows

@@ -80,10 +80,10 @@ def pack_rows(table: pa.Table, routes: Tensor | None = None) -> PackedTable:
     tokens = torch.empty(int(offsets[-1]), dtype=torch.int64)
     is_response = torch.ones(len(tokens), dtype=torch.bool)
     prompt_lengths = prompt_offsets.diff()
-    index_in_prompt = torch.arange(len(prompts)) - prompt_offsets[:-1].repeat_interleave(
-        prompt_lengths
-    )
-    is_response[offsets[:-1].repeat_interleave(prompt_lengths) + index_in_prompt] = False
+    prompt_begins = prompt_offsets[:-1].repeat_interleave(prompt_lengths)
+    row_begins = offsets[:-1].repeat_interleave(prompt_lengths)
+    index_in_prompt = torch.arange(len(prompts)) - prompt_begins
+    is_response[row_begins + index_in_prompt] = False
     tokens[~is_response] = prompts.long()
     tokens[is_response] = responses.long()
     rows = PackedRows(
@@ -126,8 +126,9 @@ Flags = NDArray[np.bool_]
 
 
 def valid_rows(table: pa.Table, names: Sequence[str]) -> Flags:
-    """Return a flag for each row that has no null in the named columns, of which the table has one
-    at least; absent columns do not count. [R].
+    """Return whether each row has no null in the named columns. [R].
+
+    Columns that the table does not have do not count; it must have one of them.
     """
     valid = [pc.is_valid(table[name]).to_numpy() for name in names if name in table.column_names]
     flags: Flags = np.logical_and.reduce(valid)

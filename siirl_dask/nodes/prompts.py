@@ -43,8 +43,8 @@ MAX_TOKENS = "max_tokens"
 ``rollout.max_response_length``."""
 _NULL_PROMPT = "its prompt is null: remove such rows, or name another column (data.prompt)"
 _PREFILL_TOKENS_PER_SAMPLED = 16
-"""Prompt tokens whose prefill takes as long as sampling one token: they are read together, and
-once for n samples."""
+"""Prompt tokens whose prefill takes as long as sampling one token. So many, since the tokens of a
+prompt are computed together, and once for its n samples."""
 
 
 def prompt_columns(
@@ -185,8 +185,8 @@ def _location(ctx: Context, table: pa.Table, row: int) -> str:
 
 
 def _image_column(images: ImagesConfig, column: str) -> str:
-    """Return the column that has the images: the dataset's; for a prompt that an agent wrote, the
-    one that the first agent's ``encode_prompts`` has written.
+    """Return the column that has the images: of the dataset, or, for a prompt that an agent wrote,
+    the column that the first agent's ``encode_prompts`` has written.
     """
     assert images.column is not None
     return images.column if column == PROMPT else IMAGES
@@ -217,9 +217,11 @@ def _encode_with_images(
             collapsed_ids.append(ids)
             expanded_ids.append(processor.expand(ids, row_images))
         image_count += len(row_images)
-    added_tokens = sum(map(len, expanded_ids)) - sum(map(len, collapsed_ids))
+    collapsed_tokens = sum(len(ids) for ids in collapsed_ids)
+    expanded_tokens = sum(len(ids) for ids in expanded_ids)
+    image_tokens = expanded_tokens - collapsed_tokens + image_count  # one an image was there before
     ctx.log("data/images", image_count, Reduce.SUM)
-    ctx.log("data/image_tokens", added_tokens + image_count, Reduce.SUM)
+    ctx.log("data/image_tokens", image_tokens, Reduce.SUM)
     return table, collapsed_ids, expanded_ids
 
 
@@ -240,8 +242,7 @@ def _processor(engine: RolloutEngine, images: ImagesConfig) -> ImageProcessor:
     if processor is None:
         raise ConfigError(
             f"images.column={images.column!r}, and the engine takes texts alone: give its role's "
-            "builder the images as "
-            "well, as in with: {images: ${images}, ...}"
+            "builder the images as well, as in with: {images: ${images}, ...}"
         )
     return processor
 
@@ -295,7 +296,8 @@ def check_expected_lengths(lengths: pa.ChunkedArray, column: str, first: int = 0
             "BIGINT)"
         )
     fits = pc.fill_null(pc.greater_equal(lengths, 1), False)
-    if (wrong := pc.index(fits, False).as_py()) >= 0:
+    wrong = pc.index(fits, False).as_py()  # -1 where all fit
+    if wrong >= 0:
         raise DataError(
             f"{column} is {lengths[wrong].as_py()} in row {first + wrong}: expected at least 1 "
             "token"
@@ -322,7 +324,9 @@ def sampling_costs(
     if not has_expected and MAX_TOKENS not in prompts.column_names:
         return prompt_lengths
     longest = rollout.max_response_length
-    limits = [longest if limit is None else min(limit, longest) for limit in token_limits(prompts)]
+    limits = []
+    for limit in token_limits(prompts):
+        limits.append(longest if limit is None else min(limit, longest))
     response_lengths = np.array(limits, dtype=np.int64)
     if has_expected:
         check_expected_lengths(

@@ -14,7 +14,6 @@ from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS, reward_sums, se
 from siirl_dask.nodes.failures import Failures, check_failures
 from siirl_dask.nodes.packed_table import pack_rows
 from siirl_dask.planner import columns, reads_option
-from siirl_dask.planner import columns as declares
 from siirl_dask.rewards import Score, Scorer
 from siirl_dask.schema import (
     ANSWER,
@@ -51,7 +50,7 @@ def _argument_names(scorer: Scorer, columns: tuple[str, ...]) -> list[str]:
     return names
 
 
-@declares(
+@columns(
     reads=[PROMPT, RESPONSE, ANSWER],
     optional=EPISODE_COLUMNS,
     if_written=[PROMPT_TEXT],
@@ -67,11 +66,10 @@ def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa
     the step fail than ``rewards.max_failures`` allows: that stops the run with RewardError. A
     made-up score never trains.
     """
-    names = [
-        name
-        for name in _argument_names(ctx.resource, columns)
-        if name in columns or name in table.column_names
-    ]
+    names = []
+    for name in _argument_names(ctx.resource, columns):
+        if name in columns or name in table.column_names:
+            names.append(name)
     scores = _score_rows(ctx, table, table.select(names).to_pylist())
     failed = [index for index, score in enumerate(scores) if score.failure is not None]
     _check_failures(ctx, table, scores, failed)
@@ -80,10 +78,11 @@ def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa
     ctx.log("reward/failures", len(failed), Reduce.SUM)
     part_names = {name for score in scores for name in score.parts}
     for name in sorted(part_names - {REWARD}):
-        ctx.log(f"reward/{name}", [score.parts[name] for score in scores if name in score.parts])
+        values = [score.parts[name] for score in scores if name in score.parts]
+        ctx.log(f"reward/{name}", values)
     table = table.append_column(REWARD, pa.array(rewards, TYPES[REWARD]))
     _log_rewards(ctx, table, rewards)
-    parts = [[*score.parts.items()] for score in scores]
+    parts = [list(score.parts.items()) for score in scores]
     return table.append_column(REWARD_PARTS, pa.array(parts, TYPES[REWARD_PARTS]))
 
 

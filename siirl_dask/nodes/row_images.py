@@ -93,10 +93,10 @@ def _observed_images(table: pa.Table) -> list[tuple[ObservedImage, ...]]:
     """
     if not _has_column(table, OBSERVED_IMAGES):
         return []
-    return [
-        tuple(ObservedImage(image["start"], Image(image["bytes"])) for image in row)
-        for row in table[OBSERVED_IMAGES].to_pylist()
-    ]
+    observed = []
+    for row in table[OBSERVED_IMAGES].to_pylist():
+        observed.append(tuple(ObservedImage(one["start"], Image(one["bytes"])) for one in row))
+    return observed
 
 
 def _within_prompts(
@@ -106,7 +106,7 @@ def _within_prompts(
     if not observed:
         return [()] * table.num_rows
     lengths = table[PROMPT_IDS].combine_chunks().value_lengths().to_pylist()
-    return [
-        tuple(image for image in row if image.start < length)
-        for row, length in zip(observed, lengths, strict=True)
-    ]
+    within = []
+    for row, length in zip(observed, lengths, strict=True):
+        within.append(tuple(image for image in row if image.start < length))
+    return within

@@ -85,8 +85,8 @@ def build_requests(
     """Return the request of each row that ``make_requests`` has made, with its sample's element of
     ``samplings``.
 
-    It has the row's images where the engine was built for them; for another engine ``images`` is a
-    column like others.
+    A request has its row's images where the engine was built for images. For an engine of texts,
+    ``images`` is a column like any other.
     """
     columns = zip(
         rows[PROMPT_IDS].to_pylist(),
@@ -138,10 +138,12 @@ def generate_all(
     Requests that are expected to cost most begin first, longest prompts first among equals: rows of
     similar length run together, and the last row to end is a short one.
     """
-    order = sorted(
-        range(len(requests)),
-        key=lambda at: (requests[at].sampling.temperature, -costs[at], -len(requests[at].prompt)),
-    )
+
+    def urgency(at: int) -> tuple[float, int, int]:
+        request = requests[at]
+        return request.sampling.temperature, -costs[at], -len(request.prompt)
+
+    order = sorted(range(len(requests)), key=urgency)
     ordered_requests = [requests[at] for at in order]
     codec = _codec(version_of_items(ctx))
     on_result = _early_rows(ctx, rows, order)
@@ -181,11 +183,13 @@ def serve(ctx: Context, queue: RequestQueue) -> None:
 
 
 def version_of_items(ctx: Context) -> int:
-    """Return what workers that take over each other's rows must have in common: the version of
-    their weights, or, where each loads newer ones at a time of its own, the step.
+    """Return the number that workers must have in common to take over each other's rows: the
+    version of their weights, or, where each loads newer ones at a time of its own, the step.
     """
     engine: RolloutEngine = ctx.resource
-    return engine.version if ctx.arriving_weights is None else ctx.step
+    if ctx.arriving_weights is None:
+        return engine.version
+    return ctx.step
 
 
 def log_passes(ctx: Context) -> None:
@@ -243,7 +247,8 @@ class _ProgressQueue:
     completed: int = 0
 
     def next(self, limit: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
-        with self.device.waiting() if wait else nullcontext():
+        waiting = self.device.waiting() if wait else nullcontext()
+        with waiting:
             requests: Sequence[tuple[Any, GenerationRequest]] = self.queue.next(limit, wait=wait)
         if requests:
             self._change_running(len(requests))
@@ -280,10 +285,8 @@ def add_samples(
     lengths = [len(sample.token_ids) for sample in samples]
     ctx.log("response/length", lengths)
     ctx.log("response/length_std", lengths, Reduce.STD)
-    ctx.log(
-        "response/truncated",
-        [float(sample.finish_reason is FinishReason.LENGTH) for sample in samples],
-    )
+    is_truncated = [sample.finish_reason is FinishReason.LENGTH for sample in samples]
+    ctx.log("response/truncated", [float(truncated) for truncated in is_truncated])
     return rows
 
 
@@ -295,19 +298,17 @@ def _with_samples(
 ) -> pa.Table:
     samples = [sample.generation for sample in sampled]
     if versions is None:
-        versions = [
-            min(sample.versions_or(engine.version), default=engine.version) for sample in samples
-        ]
+        newest = engine.version
+        versions = [min(sample.versions_or(newest), default=newest) for sample in samples]
     prompt_lengths = rows[PROMPT_IDS].combine_chunks().value_lengths().to_pylist()
-    tokens = [
-        length + len(sample.token_ids)
-        for length, sample in zip(prompt_lengths, samples, strict=True)
-    ]
+    tokens = []
+    for length, sample in zip(prompt_lengths, samples, strict=True):
+        tokens.append(length + len(sample.token_ids))
+    tokenizer = engine.tokenizer
+    texts = [tokenizer.decode(sample.token_ids, skip_special=True) for sample in samples]
     columns: dict[str, Sequence[object]] = {
         RESPONSE_IDS: [sample.token_ids for sample in samples],
-        RESPONSE: [
-            engine.tokenizer.decode(sample.token_ids, skip_special=True) for sample in samples
-        ],
+        RESPONSE: texts,
         ROLLOUT_LOGPROBS: [sample.logprobs for sample in samples],
         FINISH_REASON: [str(sample.finish_reason) for sample in samples],
         WEIGHTS_VERSION: versions,

@@ -32,8 +32,7 @@ from siirl_dask.nodes.packed_table import (
     values,
 )
 from siirl_dask.nodes.routes import packed_routes
-from siirl_dask.planner import columns as declares
-from siirl_dask.planner import reads_option
+from siirl_dask.planner import columns, reads_option
 from siirl_dask.schema import (
     ADVANTAGE,
     ADVANTAGES,
@@ -112,7 +111,7 @@ def _check_loss(result: object, aggregate: Callable[[Tensor, Totals], Tensor]) -
             )
 
 
-@declares(
+@columns(
     reads=[PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS, OLD_LOGPROBS, MINIBATCH],
     one_of=[ADVANTAGE, ADVANTAGES],
     optional=[REFERENCE_LOGPROBS, RESPONSE_MASK, WEIGHTS_VERSION, *EPISODE_COLUMNS],
@@ -139,30 +138,34 @@ def update_policy(
     Every worker of the role takes part in each, with rows or without; a mini-batch without rows
     anywhere takes no step. Rows without an advantage are left out. An aggregation counts episodes
     where these have several rows. ``columns``, with a number per row or per response token, reach
-    the loss as ``LossInputs.columns``. The difference between sampler and policy is logged as
-    ``mismatch/...``, unless ``old_logprobs``, which names the node that wrote them as
-    ``algorithm.old_logprobs`` does, took the sampler's. TrainingError for rows sampled by weights
-    that are more than ``max_staleness`` steps old, and for a mini-batch whose loss or gradient is
-    not finite, unless ``run.on_nan=skip``: its step is left out then.
+    the loss as ``LossInputs.columns``.
+
+    The difference between sampler and policy is logged as ``mismatch/...``, unless the function
+    that ``old_logprobs`` names, as in ``algorithm.old_logprobs``, took the log-probs of the
+    sampler.
+
+    TrainingError for rows sampled by weights that are more than ``max_staleness`` steps old, and
+    for a mini-batch whose loss or gradient is not finite; with ``run.on_nan=skip`` its step is left
+    out instead.
     """
     ctx.free_device()
     _check_staleness(ctx, table, max_staleness)
     trainer: Trainer = ctx.resource
     tables, spans = _split_minibatches(ctx, table, advantages_of(table), minibatches)
-    batches = [
-        _train_batch(rows, own_spans, columns)
-        for rows, own_spans in zip(tables, spans, strict=True)
-    ]
+    batches = []
+    for rows, own_spans in zip(tables, spans, strict=True):
+        batches.append(_train_batch(rows, own_spans, columns))
     if old_logprobs != ENGINES_LOGPROBS:  # else only the engine has computed log-probs
         for batch in batches:
             _log_mismatch(ctx, batch)
     if ctx.step > critic_warmup_steps:
-        metrics = trainer.update(batches * epochs, loss, aggregate, nonfinite_handler(ctx, tables))
+        on_nonfinite = nonfinite_handler(ctx, tables)
+        metrics = trainer.update(batches * epochs, loss, aggregate, on_nonfinite)
         _log_metrics(ctx, "policy", metrics)
     return table
 
 
-@declares(
+@columns(
     reads=[PROMPT_IDS, RESPONSE_IDS, VALUES, RETURNS, MINIBATCH],
     optional=[RESPONSE_MASK, *EPISODE_COLUMNS],
     if_written=[IMAGES, OBSERVED_IMAGES],
@@ -185,8 +188,11 @@ def update_critic(
     ctx.free_device()
     critic: Critic = ctx.resource
     tables, spans = _split_minibatches(ctx, table, RETURNS, minibatches)
-    batches = [_value_batch(rows, own_spans) for rows, own_spans in zip(tables, spans, strict=True)]
-    metrics = critic.update(batches * epochs, loss, aggregate, nonfinite_handler(ctx, tables))
+    batches = []
+    for rows, own_spans in zip(tables, spans, strict=True):
+        batches.append(_value_batch(rows, own_spans))
+    on_nonfinite = nonfinite_handler(ctx, tables)
+    metrics = critic.update(batches * epochs, loss, aggregate, on_nonfinite)
     _log_metrics(ctx, "critic", metrics)
     return table
 
@@ -198,9 +204,9 @@ def _split_minibatches(
     ``needed`` is null.
     """
     table = rows_where(table, valid_rows(table, [needed]))
-    tables = [
-        rows_where(table, pc.equal(table[MINIBATCH], minibatch)) for minibatch in range(minibatches)
-    ]
+    tables = []
+    for minibatch in range(minibatches):
+        tables.append(rows_where(table, pc.equal(table[MINIBATCH], minibatch)))
     if EPISODE_ID not in table.column_names:
         return tables, [None] * minibatches
     mask, offsets = response_mask(table)
@@ -219,9 +225,8 @@ def _log_mismatch(ctx: Context, batch: TrainBatch) -> None:
     """Log the k3 estimate of KL(sampler, policy) before the update, and the largest ratio of
     probabilities.
     """
-    difference = (batch.old_logprobs - batch.rollout_logprobs).clamp(
-        -_MAX_LOG_RATIO, _MAX_LOG_RATIO
-    )
+    difference = batch.old_logprobs - batch.rollout_logprobs
+    difference = difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     if batch.mask is not None:
         difference = difference[batch.mask]
     count = len(difference)
@@ -243,8 +248,8 @@ def _check_staleness(ctx: Context, table: pa.Table, max_staleness: int) -> None:
         row_id = table[ROW_ID][int(staleness.argmax())].as_py()
         raise TrainingError(
             f"row {row_id} was sampled by weights {counted(highest, 'step')} behind: expected at "
-            "most "
-            f"{max_staleness} (rollout.max_staleness); does a node load the weights of each step?"
+            f"most {max_staleness} (rollout.max_staleness); does a node load the weights of each "
+            "step?"
         )
     ctx.log("staleness/mean", staleness.tolist())
     ctx.log("staleness/max", float(highest), Reduce.MAX)

@@ -127,7 +127,7 @@ def _buckets(
             del tensor  # it may be gathered: one at a time
         yield _rows(own, [parameters[number] for number in own], data.array())
         del data
-    next(tensors, None)  # raises if there are more
+    next(tensors, None)  # lets _checked_weights raise if there are more
 
 
 def _checked_weights(
@@ -182,32 +182,34 @@ def publish_weights(ctx: Context, table: pa.Table, *, lora: LoraConfig | None = 
     With ``lora``, and a rank above 0, these are the adapters alone, for a ``load_weights`` with the
     same option. The rows are a copy, so the next update may begin.
     """
-    own = [
-        (number, name, tensor)
-        for number, (name, tensor) in enumerate(_weights(ctx, lora))
-        if number % ctx.rank.size == ctx.rank.rank
-    ]
-    parameters = [_Parameter.of(name, tensor) for _, name, tensor in own]
+    numbers = []
+    parameters = []
+    tensors = []
+    for number, (name, tensor) in enumerate(_weights(ctx, lora)):
+        if number % ctx.rank.size == ctx.rank.rank:
+            numbers.append(number)
+            parameters.append(_Parameter.of(name, tensor))
+            tensors.append(tensor)
     data = _BinaryBuilder([parameter.nbytes for parameter in parameters])
-    for _, _, tensor in own:
+    for tensor in tensors:
         data.add(tensor)
-    return _rows([number for number, _, _ in own], parameters, data.array())
+    return _rows(numbers, parameters, data.array())
 
 
 def _rows(numbers: Sequence[int], parameters: Sequence[_Parameter], data: pa.Array) -> pa.Table:
     """Return one row for each parameter, whose row id is its number."""
     index = pa.array(numbers, pa.int64())
+    sizes = [parameter.numel for parameter in parameters]
+    names = [parameter.name for parameter in parameters]
+    dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in parameters]
+    shapes = [list(parameter.shape) for parameter in parameters]
     arrays = {
         ROW_ID: index,
         GROUP_ID: index,
-        TOKENS: pa.array([parameter.numel for parameter in parameters], pa.int64()),
-        PARAMETER: pa.array([parameter.name for parameter in parameters], TYPES[PARAMETER]),
-        PARAMETER_DTYPE: pa.array(
-            [str(p.dtype).removeprefix("torch.") for p in parameters], TYPES[PARAMETER_DTYPE]
-        ),
-        PARAMETER_SHAPE: pa.array(
-            [list(parameter.shape) for parameter in parameters], TYPES[PARAMETER_SHAPE]
-        ),
+        TOKENS: pa.array(sizes, pa.int64()),
+        PARAMETER: pa.array(names, TYPES[PARAMETER]),
+        PARAMETER_DTYPE: pa.array(dtypes, TYPES[PARAMETER_DTYPE]),
+        PARAMETER_SHAPE: pa.array(shapes, TYPES[PARAMETER_SHAPE]),
         PARAMETER_DATA: data,
     }
     return pa.table(arrays)
@@ -227,7 +229,8 @@ def load_weights_from_tensors(
 ) -> None:
     """Load weights from tensors that are on the engine's device already."""
     shapes = _shapes(parts.index)
-    _load(ctx, WeightStream(shapes, zip(shapes, parts.tables, strict=True)), lora)
+    named_tensors = zip(shapes, parts.tables, strict=True)
+    _load(ctx, WeightStream(shapes, named_tensors), lora)
 
 
 def _load(ctx: Context, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig | None) -> None:
@@ -296,9 +299,8 @@ class _BinaryBuilder:
         """Copy the bytes of the next tensor."""
         start = self._ends[self._count]
         stop = self._ends[self._count + 1]
-        self._data[start:stop] = (
-            tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-        )
+        as_bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        self._data[start:stop] = as_bytes.cpu().numpy()
         self._count += 1
 
     def array(self) -> pa.Array:
@@ -319,10 +321,11 @@ def _tensors(table: pa.Table) -> Iterator[tuple[str, Tensor]]:
         dtype = row[PARAMETER_DTYPE]
         shape = row[PARAMETER_SHAPE]
         buffer = data[index].as_buffer()
-        if dtype not in _DTYPES or buffer.size != _DTYPES[dtype].itemsize * int(np.prod(shape)):
+        numel = int(np.prod(shape))
+        if dtype not in _DTYPES or buffer.size != _DTYPES[dtype].itemsize * numel:
             raise PeerError(
                 f"parameter {name!r}: {buffer.size} bytes are no {dtype} tensor of shape {shape}"
             )
-        # read-only memory, too
-        flat = from_dlpack(pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer]))
+        raw = pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer])
+        flat = from_dlpack(raw)  # which works on read-only memory as well
         yield name, flat.view(_DTYPES[dtype]).reshape(shape)

@@ -6,7 +6,7 @@ file lies below it.
 """
 
 from siirl_dask.observe.agents import agents_with
-from siirl_dask.observe.console import PipeConsole, announce, printable
+from siirl_dask.observe.console import PipeConsole, announce, chat_text, printable
 from siirl_dask.observe.drift import Drift
 from siirl_dask.observe.end_of_run import EndOfRun, Sample, print_end_of_run
 from siirl_dask.observe.eval_result import (
@@ -76,6 +76,7 @@ __all__ = [
     "agents_with",
     "announce",
     "backends",
+    "chat_text",
     "damaged_lines",
     "decode",
     "eval_result_table",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 
@@ -28,6 +29,19 @@ def announce(error: SiirlError) -> None:
     report = "".join(f"\n  {line}" for line in error.report.splitlines())
     print(redacted(f"error: {error}{notes}{report}"), file=sys.stderr, flush=True)
     error.announced = True
+
+
+def chat_text(messages: Iterable[object]) -> str:
+    """Return the contents of a chat's messages, one below the other. An item that is no message is
+    taken as it is.
+    """
+    texts = []
+    for message in messages:
+        if isinstance(message, Mapping) and "content" in message:
+            texts.append(str(message["content"]))
+        else:
+            texts.append(str(message))
+    return "\n".join(texts)
 
 
 def printable(text: str) -> str:

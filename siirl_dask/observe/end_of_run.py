@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from siirl_dask.errors import counted
-from siirl_dask.observe.console import printable
+from siirl_dask.observe.console import chat_text, printable
 from siirl_dask.observe.summary import Status, Summary
 
 Sample = Mapping[str, object]
@@ -120,10 +120,10 @@ def _change(first: float | None, last: float | None) -> str:
 
 
 def _samples(before: Sequence[Sample], after: Sequence[Sample]) -> Table:
-    was, now = ({_text(row.get("prompt")): row for row in rows} for rows in (before, after))
-    prompts = sorted(
-        dict.fromkeys([*was, *now]), key=lambda prompt: not (prompt in was and prompt in now)
-    )
+    was = {_text(row.get("prompt")): row for row in before}
+    now = {_text(row.get("prompt")): row for row in after}
+    in_both = [prompt for prompt in was if prompt in now]
+    prompts = list(dict.fromkeys([*in_both, *was, *now]))
     table = Table(box=box.SIMPLE_HEAD, show_lines=True, pad_edge=False)
     for heading in ("prompt", "answer", "before", "after"):
         table.add_column(heading, overflow="fold", ratio=1 if heading == "answer" else 2)
@@ -155,10 +155,7 @@ def _title(text: str) -> Text:
 def _text(value: object) -> str:
     """Return a prompt, an answer or a response as a few lines of plain text."""
     if isinstance(value, Sequence) and not isinstance(value, str):
-        value = "\n".join(
-            printable(str(m["content"] if isinstance(m, Mapping) and "content" in m else m))
-            for m in value
-        )
+        value = chat_text(value)
     text = printable("" if value is None else str(value)).strip()
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 

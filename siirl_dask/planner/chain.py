@@ -56,14 +56,17 @@ class Edge:
 
     @property
     def name(self) -> str:
-        return " ".join((f"{self.source}->{self.target}", *self.ends[2:]))
+        name = f"{self.source}->{self.target}"
+        if self.by_group:
+            return f"{name} by group"
+        return name
 
     @property
     def ends(self) -> tuple[str, ...]:
         """Source and target, and the words ``by group``: no two edges of a plan have the same."""
-        return (
-            (self.source, self.target, "by group") if self.by_group else (self.source, self.target)
-        )
+        if self.by_group:
+            return (self.source, self.target, "by group")
+        return (self.source, self.target)
 
     @property
     def moves(self) -> bool:
@@ -256,11 +259,11 @@ class Chain:
     @property
     def flat(self) -> Iterator[Link]:
         """Yield its links; a Lagged link is replaced by the links in it."""
-        return (
-            inner
-            for link in self.links
-            for inner in (link.links if isinstance(link, Lagged) else (link,))
-        )
+        for link in self.links:
+            if isinstance(link, Lagged):
+                yield from link.links
+            else:
+                yield link
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +273,8 @@ class Plan:
     dag: DAG
     placement: Mapping[str, tuple[str, ...]]
     """Workers of each role, in rank order."""
-    stages: Mapping[str, NodeColumns]
+    flow: Mapping[str, NodeColumns]
+    """Columns of each node, in the order of the DAG."""
     edges: tuple[Edge, ...]
     """Edges that move rows or guide others."""
     chains: Mapping[str, Chain]

@@ -77,7 +77,7 @@ class NodeColumns:
 
 
 def trace_columns(dag: DAG, source: Schema) -> dict[str, NodeColumns]:
-    """Return the stage of every node, parents first.
+    """Return the columns of every node, parents first.
 
     PlanError for a column that is read and never written, and for parents that cannot be joined.
     """
@@ -97,14 +97,17 @@ def trace_columns(dag: DAG, source: Schema) -> dict[str, NodeColumns]:
         above[name] = set(node.after)
         for parent in node.after:
             above[name] |= above[parent]
-        available[name] = _joined_columns(node, produced, above) if node.after else dict(dataset)
+        if node.after:
+            available[name] = _joined_columns(node, produced, above)
+        else:
+            available[name] = dict(dataset)
         _check_reads(node, available[name])
         single[name] = _one_a_group(node, single)
         produced[name] = _output_columns(node, available[name], one_a_group=single[name])
         rows_out[name] = name if node.contract.new_rows else rows[name]
 
     outputs, needed, sources = _demand(order, available, produced, single)
-    stages = {}
+    flow = {}
     for node in order:
         name = node.name
         by_group = set()
@@ -114,7 +117,7 @@ def trace_columns(dag: DAG, source: Schema) -> dict[str, NodeColumns]:
                 continue
             if rows_out[supplier] != rows[name] or not single[supplier]:
                 by_group.add(column_name)
-        stages[name] = NodeColumns(
+        flow[name] = NodeColumns(
             node,
             available=available[name],
             produced=produced[name],
@@ -126,7 +129,7 @@ def trace_columns(dag: DAG, source: Schema) -> dict[str, NodeColumns]:
             by_group=frozenset(by_group),
             one_a_group=single[name],
         )
-    return stages
+    return flow
 
 
 def _output_columns(
@@ -166,7 +169,7 @@ def _check_draws(order: tuple[Node, ...]) -> None:
 
 
 def _one_a_group(node: Node, single: Mapping[str, bool]) -> bool:
-    """Return whether a node's table has one row of a group at most: that of the dataset has one."""
+    """Return whether a node's table has at most one row of each group, as the dataset has."""
     contract = node.contract
     if contract.new_rows and (contract.groups is not Groups.KEPT or contract.expand is not None):
         return False
@@ -264,9 +267,8 @@ def _demand(
             continue
         for name in needed[node.name]:
             column = available[node.name][name]
-            supplier = _chosen_source(
-                node, column, _above(node, column, suppliers, produced), nodes
-            )
+            candidates = _above(node, column, suppliers, produced)
+            supplier = _chosen_source(node, column, candidates, nodes)
             sources[node.name][name] = supplier
             wanted[supplier].add(name)
     return outputs, needed, sources
@@ -345,10 +347,10 @@ def _is_left_out(node: Node, column: Column) -> bool:
 
 
 def _is_left_out_by_group(node: Node) -> bool:
-    """Return whether a blob skips a node of which several rows share it: what reads it there does
-    not pass it on.
+    """Return whether a blob that several rows of a node's table share skips the node, even if the
+    node reads it.
 
-    Stages hold it, once per group, since a step may go on from them.
+    A stage holds it, once per group, since a step may go on from there.
     """
     if node.save_blobs:
         return False
@@ -367,19 +369,19 @@ def _is_shared(column: Column, one_a_group: bool) -> bool:
 
 
 def _chosen_source(
-    node: Node, column: Column, having: Sequence[str], nodes: Mapping[str, Node]
+    node: Node, column: Column, candidates: Sequence[str], nodes: Mapping[str, Node]
 ) -> str:
-    """Return the node in ``having`` that supplies the column.
+    """Return which of the ``candidates``, nodes that hold the column, supplies it.
 
     A node that reads or writes the column itself comes first, since its workers hold it anyway. For
     a blob, nodes of the same role come before others, because their rows may stay in place.
     """
     if is_blob(column.type):
-        of_same_role = [name for name in having if nodes[name].role == node.role]
+        of_same_role = [name for name in candidates if nodes[name].role == node.role]
         if of_same_role:
-            having = of_same_role
-    for name in having:
+            candidates = of_same_role
+    for name in candidates:
         contract = nodes[name].contract
         if column.name in contract.reads or column.name in contract.writes.names:
             return name
-    return having[0]
+    return candidates[0]

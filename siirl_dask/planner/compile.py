@@ -72,22 +72,22 @@ def compile_chains(
         hosts = {}
     placed = place_roles(dag, workers, placement or {}, hosts)
     check_neighbours(dag, placed)
-    stages = trace_columns(dag, source)
-    moves = plan_moves(stages, placed, hosts)
+    flow = trace_columns(dag, source)
+    moves = plan_moves(flow, placed, hosts)
     streams = {
         source: target
-        for source, target in find_streams(stages, placed).items()
+        for source, target in find_streams(flow, placed).items()
         if source not in whole
     }
     for source_node, target in streams.items():
-        if stays(stages[source_node], stages[target], placed):
+        if stays(flow[source_node], flow[target], placed):
             moves[target] = replace(moves[target], edges=())
     edges = tuple(edge for move in moves.values() for edge in move.edges)
-    early = find_early(dag, stages, moves) if overlap else {}
-    output_tables, state_tables = _stored(dag, stages)
+    early = find_early(dag, flow, moves) if overlap else {}
+    output_tables, state_tables = _stored(dag, flow)
     chains = _chains(
         workers,
-        stages,
+        flow,
         moves=moves,
         placed=placed,
         streams=streams,
@@ -99,7 +99,7 @@ def compile_chains(
     plan = Plan(
         dag=dag,
         placement=placed,
-        stages=stages,
+        flow=flow,
         edges=edges,
         chains=chains,
         dataset=source,
@@ -112,12 +112,14 @@ def compile_chains(
     return plan
 
 
-def _stored(dag: DAG, stages: Mapping[str, NodeColumns]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the table of each node whose rows are stored, those that are saved, and stages that
-    are of use; and the table of each node's state for later steps, where a step can go on from
-    stored rows.
+def _stored(dag: DAG, flow: Mapping[str, NodeColumns]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return two tables of each node, where it has them: the one for its rows, and the one for the
+    state that it keeps for later steps.
+
+    Rows are stored where the node saves them for good, or as a stage that a step can go on from;
+    states only if there is such a node.
     """
-    useful = {cut.node for cut in frontiers(dag, stages)[0]}
+    useful = {cut.node for cut in frontiers(dag, flow)[0]}
     output_tables = {}
     state_tables = {}
     for node in dag.nodes:
@@ -130,7 +132,7 @@ def _stored(dag: DAG, stages: Mapping[str, NodeColumns]) -> tuple[dict[str, str]
 
 def _chains(
     workers: Sequence[str],
-    stages: Mapping[str, NodeColumns],
+    flow: Mapping[str, NodeColumns],
     *,
     moves: Mapping[str, Move],
     placed: Mapping[str, tuple[str, ...]],
@@ -146,39 +148,40 @@ def _chains(
     their state are stored, by node.
     """
     links: dict[str, list[Link]] = {worker: [] for worker in workers}
-    outgoing: dict[str, list[Edge]] = {name: [] for name in stages}
+    outgoing: dict[str, list[Edge]] = {name: [] for name in flow}
     for move in moves.values():
         for edge in move.edges:
             outgoing[edge.source].append(edge)
     stream_targets = set(streams.values())
-    for name, stage in stages.items():
+    for name, node_columns in flow.items():
         if name in stream_targets:
             continue
-        node = stage.node
+        node = node_columns.node
         move = moves[name]
         owners = placed[node.role]
         senders = move.layout.senders(hosts)
-        run = RunNode(node, move.inputs, stage.outputs, early.get(name))
+        run = RunNode(node, move.inputs, node_columns.outputs, early.get(name))
         stream_links: dict[str, Link] = {}
         if name in streams:
-            stream_links = _streaming(name, stages, moves, placed, streams)
+            stream_links = _streaming(name, flow, moves, placed, streams)
         for index, worker in enumerate(owners):
             own = links[worker]
             if is_stored(node):
-                of_node: list[Link] = [
-                    Restore(
-                        node,
-                        stored_table(node),
-                        schema=_schema_of(stage),
-                        index=index,
-                        count=len(owners),
-                        shared=stage.shared_blobs,
-                    )
-                ]
+                restore = Restore(
+                    node,
+                    stored_table(node),
+                    schema=_schema_of(node_columns),
+                    index=index,
+                    count=len(owners),
+                    shared=node_columns.shared_blobs,
+                )
+                of_node: list[Link] = [restore]
             else:
                 if not node.after:
-                    own.append(LoadPrompts(move.inputs[0].table, stage.needed, index, len(owners)))
-                of_node = [*_receives(node, move, worker), stream_links.pop(worker, run)]
+                    prompts = move.inputs[0].table
+                    own.append(LoadPrompts(prompts, node_columns.needed, index, len(owners)))
+                of_node = _receives(node, move, worker)
+                of_node.append(stream_links.pop(worker, run))
             if node.lag:
                 own.append(Lagged(node.lag, _with_drops(of_node)))
             else:
@@ -186,12 +189,14 @@ def _chains(
             if worker in senders and name not in streams:
                 own.extend(Send(edge) for edge in outgoing[name])
         for worker, link in stream_links.items():  # on workers of the target alone
-            lag = stages[streams[name]].node.lag
-            links[worker].append(Lagged(lag, (link,)) if lag else link)
+            lag = flow[streams[name]].node.lag
+            if lag:
+                link = Lagged(lag, (link,))
+            links[worker].append(link)
         if name in state_tables:
             _add_writes_of_state(links, node, state_tables[name], owners)
         if name in output_tables:
-            _add_writes_of_rows(links, stage, output_tables[name], move.layout.holders)
+            _add_writes_of_rows(links, node_columns, output_tables[name], move.layout.holders)
     return {worker: Chain(worker, _with_drops(own)) for worker, own in links.items()}
 
 
@@ -201,8 +206,9 @@ def _receives(node: Node, move: Move, worker: str) -> list[Link]:
     receives: list[Link] = []
     for edge in move.edges:
         if edge.moves:
-            # a lagged node's are of another step
-            tables = () if node.lag else move.tables_with_groups(edge, worker)
+            tables: tuple[str, ...] = ()
+            if not node.lag:  # the rows of a lagged node are of an earlier step than the tables
+                tables = move.tables_with_groups(edge, worker)
             receives.append(Recv(edge, guides[edge.guide], tables))
     return receives
 
@@ -222,7 +228,7 @@ def _add_writes_of_state(
 
 
 def _add_writes_of_rows(
-    links: Mapping[str, list[Link]], stage: NodeColumns, table: str, holders: Sequence[str]
+    links: Mapping[str, list[Link]], node_columns: NodeColumns, table: str, holders: Sequence[str]
 ) -> None:
     """Let each holder write its part of the node's rows; all other workers report that they have
     none.
@@ -230,19 +236,27 @@ def _add_writes_of_rows(
     parts = {worker: index for index, worker in enumerate(holders)}
     for worker, own in links.items():
         if worker in parts:
-            own.append(Save(stage.node.name, table, parts[worker], len(parts), stage.shared_blobs))
+            own.append(
+                Save(
+                    node_columns.node.name,
+                    table,
+                    parts[worker],
+                    len(parts),
+                    node_columns.shared_blobs,
+                )
+            )
         else:
             own.append(ReportTable(table))
 
 
-def _schema_of(stage: NodeColumns) -> Schema:
+def _schema_of(node_columns: NodeColumns) -> Schema:
     """Return the columns of a node's table that later nodes read."""
-    return make_schema({name: stage.produced[name].type for name in stage.outputs})
+    return make_schema({name: node_columns.produced[name].type for name in node_columns.outputs})
 
 
 def _streaming(
     name: str,
-    stages: Mapping[str, NodeColumns],
+    flow: Mapping[str, NodeColumns],
     moves: Mapping[str, Move],
     placed: Mapping[str, tuple[str, ...]],
     streams: Mapping[str, str],
@@ -250,26 +264,27 @@ def _streaming(
     """Return the Stream link of each worker of the source ``name`` or of its target, the source's
     workers first.
     """
-    source = stages[name]
-    target = stages[streams[name]]
+    source = flow[name]
+    target = flow[streams[name]]
     edge = next(iter(moves[target.node.name].edges), None)
     giving = placed[source.node.role]
     taking = placed[target.node.role]
-    reason = why_no_broadcast(source, target, placed, streams, stages)
+    reason = why_no_broadcast(source, target, placed, streams, flow)
     joins = () if reason else (giving[0], *taking)
-    return {
-        worker: Stream(
+    links: dict[str, Link] = {}
+    for worker in (*giving, *taking):
+        gives = worker in giving
+        links[worker] = Stream(
             source.node,
             target.node,
-            gives=worker in giving,
+            gives=gives,
             takes=worker in taking,
-            inputs=moves[source.node.name].inputs if worker in giving else (),
+            inputs=moves[name].inputs if gives else (),
             columns=source.outputs,
             edge=edge,
             joins=joins,
         )
-        for worker in dict.fromkeys((*giving, *taking))
-    }
+    return links
 
 
 def _with_drops(links: Sequence[Link]) -> tuple[Link, ...]:
@@ -293,7 +308,8 @@ def _tables_used_by(link: Link) -> tuple[str, ...]:
         case LoadPrompts(name):
             return (name,)
         case RunNode(node, inputs):
-            return (*(item.table for item in inputs), node.name)
+            tables = [item.table for item in inputs]
+            return (*tables, node.name)
         case Stream(inputs=inputs):
             return tuple(item.table for item in inputs)
         case Send(edge):

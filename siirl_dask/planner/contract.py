@@ -127,7 +127,8 @@ class Contract:
     """True if it changes its role's object, as an update does. A step that is replayed from stored
     rows runs such a node again, and skips others whose output is stored."""
     carries: KeptRows | None = None
-    """How the rows are stored that it keeps from step to step; None if it keeps none."""
+    """Functions that store the rows that it keeps from step to step, and give them back; None if it
+    keeps none."""
     expand: str | Sequence[str] | None = None
     """Dotted name of the option that holds the rows made per row, for estimates; several are
     multiplied. None: no more than come in."""
@@ -163,8 +164,11 @@ class Contract:
 
     def taken(self, available: Collection[str]) -> tuple[str, ...]:
         """Return the columns that it reads among the ``available`` ones."""
-        if_there = (*self.optional, *self.if_written, *self.one_of)
-        return (*self.reads, *(name for name in if_there if name in available))
+        columns = list(self.reads)
+        for name in (*self.optional, *self.if_written, *self.one_of):
+            if name in available:
+                columns.append(name)
+        return tuple(columns)
 
 
 def columns(
@@ -301,17 +305,19 @@ def check_options(fn: Any, options: Mapping[str, Any], label: str) -> None:
     ``**extra`` does not count: an option that the function does not name is a mistake.
     """
     parameters = inspect.signature(fn).parameters.values()
-    by_name = [
-        p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty
-    ]
-    known = [p.name for p in (*by_name, *(p for p in parameters if p.kind is p.KEYWORD_ONLY))]
+    keyword_only = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    known = []
+    for p in parameters:
+        if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty:
+            known.append(p.name)
+    known += [p.name for p in keyword_only]
     for name in options:
         if name not in known:
             raise PlanError(
                 f"{label} has no option {name!r} (options: {known}){did_you_mean(str(name), known)}"
             )
-    for p in parameters:
-        if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in options:
+    for p in keyword_only:
+        if p.default is p.empty and p.name not in options:
             raise PlanError(
                 f"{label} needs the option {p.name!r}: give it under 'with', or as an argument of "
                 "Node"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any
@@ -28,32 +28,42 @@ class DAG:
         object.__setattr__(self, "roles", tuple(self.roles))
         object.__setattr__(self, "nodes", tuple(self.nodes))
         _unique("role", [role.name for role in self.roles])
-        for index, node in enumerate(self.nodes):
-            if any(node.name == other.name for other in self.nodes[:index]):
+        names: set[str] = set()
+        for node in self.nodes:
+            if node.name in names:
                 raise PlanError(f"{node.label} is there twice: names are unique")
+            names.add(node.name)
         if not self.nodes:
             raise PlanError("the DAG has no nodes: expected at least one")
-        names = {node.name for node in self.nodes}
-        roles = {role.name for role in self.roles}
         for node in self.nodes:
-            if node.role not in roles:
+            self._check_role(node)
+            self._check_parents(node, names)
+        self.ordered()  # raises for a cycle
+
+    def _check_role(self, node: Node) -> None:
+        roles = {role.name for role in self.roles}
+        if node.role not in roles:
+            raise PlanError(
+                f"{node.label} has role {node.role!r}, which no role binds "
+                f"(roles: {sorted(roles)}){did_you_mean(node.role, roles)}"
+            )
+
+    def _check_parents(self, node: Node, names: Collection[str]) -> None:
+        """Refuse a parent that is none of the nodes ``names``, that is lagged, or that is there
+        twice.
+        """
+        for parent in node.after:
+            if parent not in names:
                 raise PlanError(
-                    f"{node.label} has role {node.role!r}, which no role binds "
-                    f"(roles: {sorted(roles)}){did_you_mean(node.role, roles)}"
+                    f"{node.label} comes after {parent!r}, which is no node "
+                    f"(nodes: {sorted(names)}){did_you_mean(parent, names)}"
                 )
-            for parent in node.after:
-                if parent not in names:
-                    raise PlanError(
-                        f"{node.label} comes after {parent!r}, which is no node "
-                        f"(nodes: {sorted(names)}){did_you_mean(parent, names)}"
-                    )
-            for parent in node.after:
-                if self.node(parent).lag:
-                    raise PlanError(
-                        f"{node.label} comes after {parent!r}, whose rows are of an earlier step"
-                    )
-            _unique(f"parent of {node.label}:", node.after)
-        self.ordered()
+        for parent in node.after:
+            if self.node(parent).lag:
+                raise PlanError(
+                    f"{node.label} comes after {parent!r}, whose rows are of an earlier step"
+                )
+        _unique(f"parent of {node.label}:", node.after)
 
     def node(self, name: str) -> Node:
         """Return the node of that name. PlanError, with the nearest spelling, if there is none."""
@@ -95,14 +105,14 @@ class DAG:
                 raise PlanError(f"{old.label} has no field {field!r} (fields: {known}){hint}")
         fn = fields.pop("fn", old.fn)
         changes = {**options_of(fn), **fields.pop("options", {})}
-        options = {**old.options, **changes}
-        options = {
-            key: value
-            for key, value in options.items()
-            if value is not None or key not in old.options
-        }
-        new = replace(old, fn=bare(fn), options=options, **fields)
-        return DAG(self.roles, tuple(new if node is old else node for node in self.nodes))
+        options = {}
+        for key, value in {**old.options, **changes}.items():
+            if value is not None or key not in old.options:
+                options[key] = value
+        nodes = list(self.nodes)
+        position = [node.name for node in nodes].index(name)
+        nodes[position] = replace(old, fn=bare(fn), options=options, **fields)
+        return DAG(self.roles, tuple(nodes))
 
     def without(self, name: str) -> DAG:
         """Return this DAG without the node ``name``. PlanError if there is none, or if another
@@ -116,14 +126,23 @@ class DAG:
         done: dict[str, Node] = {}
         waiting = list(self.nodes)
         while waiting:
-            ready = next(
-                (i for i, node in enumerate(waiting) if done.keys() >= set(node.after)), None
-            )
+            ready = _first_ready(waiting, done)
             if ready is None:
-                raise PlanError(f"the nodes make a cycle: {' -> '.join(_cycle(waiting))}")
+                cycle = " -> ".join(_cycle(waiting))
+                raise PlanError(f"the nodes make a cycle: {cycle}")
             node = waiting.pop(ready)
             done[node.name] = node
         return tuple(done.values())
+
+
+def _first_ready(waiting: Sequence[Node], done: Collection[str]) -> int | None:
+    """Return the index of the first waiting node whose parents are all ``done``; None if there is
+    none.
+    """
+    for index, node in enumerate(waiting):
+        if all(parent in done for parent in node.after):
+            return index
+    return None
 
 
 def _unique(label: str, names: Sequence[str]) -> None:

@@ -32,19 +32,16 @@ def check_order(plan: Plan) -> None:
     """
     order = run_order(plan.dag, plan.streams)
     place = {node.name: at for at, node in enumerate(order)}
-    ran = {
-        worker: [node for link in chain.flat for node in _run(link)]
-        for worker, chain in plan.chains.items()
-    }
+    ran: dict[str, list[Node]] = {}
+    for worker, chain in plan.chains.items():
+        ran[worker] = []
+        for link in chain.flat:
+            ran[worker].extend(_run(link))
     for worker, nodes in ran.items():
         for before, after in pairwise(nodes):
             if place[before.name] >= place[after.name]:
-                raise PlanError(
-                    _text(
-                        worker,
-                        f"runs {after.name!r} after {before.name!r}: the order is {list(place)}",
-                    )
-                )
+                what = f"runs {after.name!r} after {before.name!r}: the order is {list(place)}"
+                raise PlanError(_text(worker, what))
     for role, workers in plan.placement.items():
         expected = [node.name for node in order if node.role == role]
         for worker in workers:

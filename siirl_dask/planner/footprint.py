@@ -79,28 +79,22 @@ class Footprint:
     def parked(self) -> Footprint:
         """Return the same where it parks while other roles compute."""
         copies = {f"parked {part}": size for part, size in self.parks.items() if size}
-        return replace(
-            self,
-            leaves=(*dict.fromkeys((*self.leaves, *self.parks)),),
-            host={**self.host, **copies},
-        )
+        leaves = tuple(dict.fromkeys((*self.leaves, *self.parks)))
+        return replace(self, leaves=leaves, host={**self.host, **copies})
 
     def without(self, part: str) -> Footprint:
         """Return the same, with its remedies, where another role holds a part for both."""
-        held, host = (
-            {name: size for name, size in own.items() if name != part}
-            for own in (self.held, self.host)
-        )
-        found = tuple(
-            replace(remedy, footprint=remedy.footprint.without(part)) for remedy in self.remedies
-        )
-        return replace(self, held=held, host=host, loading=0, remedies=found)
+        held = {name: size for name, size in self.held.items() if name != part}
+        host = {name: size for name, size in self.host.items() if name != part}
+        remedies = []
+        for remedy in self.remedies:
+            remedies.append(replace(remedy, footprint=remedy.footprint.without(part)))
+        return replace(self, held=held, host=host, loading=0, remedies=tuple(remedies))
 
     def staying(self) -> Footprint:
         """Return the same where it cannot park."""
-        return replace(
-            self, parks={}, remedies=tuple(remedy for remedy in self.remedies if not remedy.parks)
-        )
+        remedies = tuple(remedy for remedy in self.remedies if not remedy.parks)
+        return replace(self, parks={}, remedies=remedies)
 
     def grown(self, size: int) -> Footprint:
         """Return the same with ``size`` more bytes of the part that fills."""
@@ -133,14 +127,15 @@ another."""
 
 def moments(roles: Roles) -> dict[str, int]:
     """Return the bytes that a worker has on its device while it computes with each of its roles,
-    and while weights move between two of them that are elsewhere at other times: no other moment
-    has both.
+    and while weights move from one role to another: if the weights of both leave the device at all
+    other times, no other moment has both.
     """
-    found = {
-        name: own.busy + sum(other.resting for role, other in roles.items() if role != name)
-        for name, own in roles.items()
-    }
-    if sum(not {*one.moves}.isdisjoint(one.leaves) for one in roles.values()) > 1:
+    found = {}
+    for name, own in roles.items():
+        others = [other for role, other in roles.items() if role != name]
+        found[name] = own.busy + sum(other.resting for other in others)
+    coming_and_going = [one for one in roles.values() if not set(one.moves).isdisjoint(one.leaves)]
+    if len(coming_and_going) > 1:
         found[EXCHANGE] = sum(one.moving for one in roles.values())
     return found
 
@@ -187,13 +182,13 @@ def fill(memory: int, workers: Mapping[str, Roles]) -> Card:
     They take equal parts, and no more than ``MOST_SHARE`` of it together; where they have a share
     of their own, that. Nothing is left where the roles do not fit: see ``Card.fits``.
     """
-    workers = {
-        worker: _with_shares(roles, memory, len(workers)) for worker, roles in workers.items()
-    }
+    count = len(workers)
+    workers = {worker: _with_shares(roles, memory, count) for worker, roles in workers.items()}
     card = Card(memory, workers)
-    filling = [
-        worker for worker, roles in workers.items() if any(_grows(one) for one in roles.values())
-    ]
+    filling = []
+    for worker, roles in workers.items():
+        if any(_grows(one) for one in roles.values()):
+            filling.append(worker)
     left = card.usable - card.needed
     if left < 0 or not filling:
         return card
@@ -213,11 +208,11 @@ def _grows(one: Footprint) -> bool:
 
 def _with_shares(roles: Roles, memory: int, sharers: int) -> Roles:
     """Let roles with a share of their own have it, divided by the workers on the accelerator."""
-    shares = {
-        name: 0 if one.share is None else int(one.share * memory / sharers)
-        for name, one in roles.items()
-    }
-    return {name: one.grown(shares[name] - sum(one.held.values())) for name, one in roles.items()}
+    grown = {}
+    for name, one in roles.items():
+        share = 0 if one.share is None else int(one.share * memory / sharers)
+        grown[name] = one.grown(share - sum(one.held.values()))
+    return grown
 
 
 def _grow(roles: Roles, budget: int, most: int) -> Roles:
@@ -227,11 +222,11 @@ def _grow(roles: Roles, budget: int, most: int) -> Roles:
     grown = dict(roles)
     for name, one in roles.items():
         if _grows(one):
-            own = moments(grown)
-            bound = [
-                budget - own[role] for role in own if role == name or one.fills not in one.leaves
-            ]
-            grown[name] = one.grown(min([*bound, most - sum(one.held.values())]))
+            bounds = [most - sum(one.held.values())]
+            for role, nbytes in moments(grown).items():
+                if role == name or one.fills not in one.leaves:
+                    bounds.append(budget - nbytes)
+            grown[name] = one.grown(min(bounds))
     return grown
 
 
@@ -287,10 +282,10 @@ def _with(workers: Mapping[str, Roles], chosen: Sequence[Sequence[str]]) -> Mapp
 
 def _changed(workers: Mapping[str, Roles], setting: str) -> Mapping[str, Roles]:
     """Return the workers with a setting, which may be one of several of their roles."""
-    return {
-        worker: {name: _remedied(one, setting) for name, one in roles.items()}
-        for worker, roles in workers.items()
-    }
+    changed = {}
+    for worker, roles in workers.items():
+        changed[worker] = {name: _remedied(one, setting) for name, one in roles.items()}
+    return changed
 
 
 def _remedied(one: Footprint, setting: str) -> Footprint:

@@ -32,24 +32,32 @@ def by_host(workers: Iterable[str], hosts: Hosts) -> dict[str, list[str]]:
 
 def groups_apart(workers: Sequence[str], hosts: Hosts, size: int) -> list[tuple[str, ...]]:
     """Return the groups of ``size`` neighbours whose workers are on several hosts."""
-    groups = (tuple(workers[first : first + size]) for first in range(0, len(workers), size))
-    return [group for group in groups if len({host_of(worker, hosts) for worker in group}) > 1]
+    apart = []
+    for first in range(0, len(workers), size):
+        group = tuple(workers[first : first + size])
+        if len(by_host(group, hosts)) > 1:
+            apart.append(group)
+    return apart
 
 
 def arrange(workers: Sequence[str], hosts: Hosts, sizes: Iterable[int]) -> tuple[str, ...]:
     """Return the workers in an order in which few groups of neighbours, of any of the ``sizes``,
     lie on several hosts.
 
-    None does where every size divides every host's workers, and of a single size as few as
-    possible. Workers of one host keep their order, and on a single host nothing changes.
+    No group does if every size divides the number of each host's workers; with a single size, as
+    few groups as possible do. Workers of one host keep their order, and on a single host nothing
+    changes.
     """
     workers = tuple(workers)
     if len(by_host(workers, hosts)) == 1:
         return workers
     wanted = sorted({size for size in sizes if size > 1}, reverse=True)[:_MOST_SIZES]
     orders = [_in_blocks(workers, hosts, chosen) for chosen in ((), *permutations(wanted))]
-    apart = [sum(len(groups_apart(order, hosts, size)) for size in wanted) for order in orders]
-    return orders[apart.index(min(apart))]
+
+    def count_apart(order: Sequence[str]) -> int:
+        return sum(len(groups_apart(order, hosts, size)) for size in wanted)
+
+    return min(orders, key=count_apart)  # the first of the best
 
 
 def _in_blocks(workers: Sequence[str], hosts: Hosts, sizes: Sequence[int]) -> tuple[str, ...]:

@@ -36,10 +36,9 @@ class PlanInputs:
     def of(plan: Plan) -> PlanInputs:
         """Return the inputs of ``plan``, but for the names of its workers."""
         index = {worker: number for number, worker in enumerate(plan.chains)}
-        placed = {
-            role: tuple(index[worker] for worker in workers)
-            for role, workers in plan.placement.items()
-        }
+        placed = {}
+        for role, workers in plan.placement.items():
+            placed[role] = tuple(index[worker] for worker in workers)
         hosts = tuple(host_of(worker, plan.hosts) for worker in index if plan.hosts)
         return PlanInputs(
             dag=plan.dag,

@@ -45,13 +45,12 @@ class Layout:
         """
         if not self.replicated:
             return self.workers
-        return tuple(
-            workers_of_host[0] for workers_of_host in by_host(self.workers, hosts).values()
-        )
+        workers_of_hosts = by_host(self.workers, hosts).values()
+        return tuple(workers[0] for workers in workers_of_hosts)
 
     def is_as(self, policy: str, workers: tuple[str, ...]) -> bool:
-        """Return whether rows with this layout satisfy ``policy`` on ``workers``; rows that are
-        balanced stay so.
+        """Return whether rows with this layout satisfy ``policy`` on ``workers``: on a single
+        worker they satisfy every policy.
         """
         if self.workers != workers:
             return False
@@ -89,7 +88,7 @@ class Move:
 class _Planned:
     """The layouts of all tables after the nodes planned so far."""
 
-    stages: Mapping[str, NodeColumns]
+    flow: Mapping[str, NodeColumns]
     hosts: Hosts
     layouts: dict[str, Layout] = field(default_factory=dict)
     """Layout of each node's table."""
@@ -103,8 +102,8 @@ class _Planned:
     same workers."""
 
     def with_groups_of(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layouts in which each worker has all groups that it has in ``layout``, and
-        that one first.
+        """Yield ``layout``, and then those in which each worker has all groups that it has in
+        ``layout``.
         """
         home: Layout | None = layout
         while home is not None:
@@ -122,23 +121,22 @@ class _Planned:
 
 
 def plan_moves(
-    stages: Mapping[str, NodeColumns], placed: Mapping[str, tuple[str, ...]], hosts: Hosts
+    flow: Mapping[str, NodeColumns], placed: Mapping[str, tuple[str, ...]], hosts: Hosts
 ) -> dict[str, Move]:
     """Return each node's move. PlanError for a lagged node that cannot be one."""
-    planned = _Planned(stages, hosts)
+    planned = _Planned(flow, hosts)
     moves: dict[str, Move] = {}
-    for name, stage in stages.items():
-        node = stage.node
+    for name, node_columns in flow.items():
+        node = node_columns.node
         workers = placed[node.role]
         group_tables: dict[tuple[str, str], tuple[str, ...]] = {}
         inputs: tuple[Input, ...]
         edges: tuple[Edge, ...] = ()
         if node.after:
-            guide = _guide(stage, workers, planned.layouts)
-            layout = _wanted(
-                stage, workers, planned.layouts[guide], planned.first[planned.layouts[guide]]
-            )
-            inputs, edges = _bring(stage, layout, guide, planned)
+            guide = _guide(node_columns, workers, planned.layouts)
+            guide_layout = planned.layouts[guide]
+            layout = _wanted(node_columns, workers, guide_layout, planned.first[guide_layout])
+            inputs, edges = _bring(node_columns, layout, guide, planned)
             for edge in edges:
                 for worker in edge.targets:
                     tables = _tables_with_groups(edge, worker, planned)
@@ -150,7 +148,7 @@ def plan_moves(
                         planned.arrived[edge.source, layout, edge.by_group] = edge
         else:
             layout = _layout(DATA, "as loaded", workers)
-            inputs = (Input(f"{DATA}->{name}", stage.needed),)
+            inputs = (Input(f"{DATA}->{name}", node_columns.needed),)
         output = layout
         if node.contract.new_rows:
             output = _layout(name, "as made", workers)
@@ -187,17 +185,19 @@ def _check_lag(node: Node, inputs: Sequence[Input], edges: Sequence[Edge]) -> No
         )
 
 
-def _guide(stage: NodeColumns, workers: tuple[str, ...], layouts: Mapping[str, Layout]) -> str:
+def _guide(
+    node_columns: NodeColumns, workers: tuple[str, ...], layouts: Mapping[str, Layout]
+) -> str:
     """Return the parent whose rows decide the layout.
 
     It holds the column ``minibatch`` if the node is balanced by it. A parent whose rows are in
     place comes first, then one on the node's workers.
     """
-    if _by_minibatch(stage):
-        return stage.sources[MINIBATCH]
-    parents = stage.node.after
+    if _by_minibatch(node_columns):
+        return node_columns.sources[MINIBATCH]
+    parents = node_columns.node.after
     for parent in parents:
-        if layouts[parent].is_as(_policy(stage), workers):
+        if layouts[parent].is_as(_policy(node_columns), workers):
             return parent
     for parent in parents:
         if layouts[parent].workers == workers:
@@ -205,33 +205,35 @@ def _guide(stage: NodeColumns, workers: tuple[str, ...], layouts: Mapping[str, L
     return parents[0]
 
 
-def _by_minibatch(stage: NodeColumns) -> bool:
-    if stage.node.rows is not Rows.BALANCED:
+def _by_minibatch(node_columns: NodeColumns) -> bool:
+    if node_columns.node.rows is not Rows.BALANCED:
         return False
-    return MINIBATCH in stage.needed
+    return MINIBATCH in node_columns.needed
 
 
-def _policy(stage: NodeColumns) -> str:
-    policy = str(stage.node.rows)
-    if _by_minibatch(stage):
-        policy += f" by the minibatch of {stage.available[MINIBATCH].writer}"
+def _policy(node_columns: NodeColumns) -> str:
+    policy = str(node_columns.node.rows)
+    if _by_minibatch(node_columns):
+        policy += f" by the minibatch of {node_columns.available[MINIBATCH].writer}"
     return policy
 
 
-def _wanted(stage: NodeColumns, workers: tuple[str, ...], guide: Layout, origin: str) -> Layout:
+def _wanted(
+    node_columns: NodeColumns, workers: tuple[str, ...], guide: Layout, origin: str
+) -> Layout:
     """Return the layout of a node's input. ``origin`` is the first node of the guide's layout."""
-    policy = _policy(stage)
+    policy = _policy(node_columns)
     if guide.is_as(policy, workers):
         return guide
-    if guide.workers == workers and stage.node.rows is Rows.ANYWHERE:
+    if guide.workers == workers and node_columns.node.rows is Rows.ANYWHERE:
         return guide
-    if stage.node.rows is Rows.REPLICATED or set(guide.workers).isdisjoint(workers):
+    if node_columns.node.rows is Rows.REPLICATED or set(guide.workers).isdisjoint(workers):
         origin = ""  # no row stays where it is
-    return _layout(stage.rows, policy, workers, origin)
+    return _layout(node_columns.rows, policy, workers, origin)
 
 
 def _bring(
-    stage: NodeColumns, layout: Layout, guide: str, planned: _Planned
+    node_columns: NodeColumns, layout: Layout, guide: str, planned: _Planned
 ) -> tuple[tuple[Input, ...], tuple[Edge, ...]]:
     """Return the tables that a node joins, and an edge from each source whose rows are not in
     place.
@@ -239,18 +241,17 @@ def _bring(
     Sources are its parents, and nodes further above for blobs. A blob that an earlier edge brought
     into the same layout is taken from there.
     """
-    sources = dict.fromkeys((*stage.node.after, *stage.sources.values()))
+    sources = dict.fromkeys((*node_columns.node.after, *node_columns.sources.values()))
     inputs: list[Input] = []
     edges: list[Edge] = []
     for source in sources:
         is_in_place = planned.layouts[source] == layout
-        senders = planned.layouts[source].senders(planned.hosts)
         by_row: list[str] = []
         by_group: list[str] = []
-        for name, provider in stage.sources.items():
+        for name, provider in node_columns.sources.items():
             if provider != source or name in IDENTITY:
                 continue
-            if name in stage.by_group and not is_in_place:
+            if name in node_columns.by_group and not is_in_place:
                 by_group.append(name)
             else:
                 by_row.append(name)
@@ -258,15 +259,12 @@ def _bring(
         columns = (*IDENTITY, *by_row)
         if is_in_place:
             inputs.append(Input(source, columns))
-        elif source in stage.node.after or by_row:
-            is_parent = source in stage.node.after
-            brought = (
-                None if is_parent else planned.brought(source, layout, columns, by_group=False)
-            )
+        elif source in node_columns.node.after or by_row:
+            brought = None
+            if source not in node_columns.node.after:
+                brought = planned.brought(source, layout, columns, by_group=False)
             if brought is None:
-                edge = _edge(
-                    stage, planned.stages[source], senders, layout, columns=columns, guide=guide
-                )
+                edge = _edge(node_columns, source, layout, planned, columns=columns, guide=guide)
                 edges.append(replace(edge, early=_early(edge, planned)))
                 inputs.append(Input(edge.name, columns))
             else:
@@ -276,16 +274,14 @@ def _bring(
             columns = (*IDENTITY, *by_group)
             table = _groups_in_place(source, layout, columns, planned)
             if table is None:
-                edge = _edge(
-                    stage, planned.stages[source], senders, layout, columns=columns, guide=guide
-                )
+                edge = _edge(node_columns, source, layout, planned, columns=columns, guide=guide)
                 edge = replace(edge, by_group=True)
                 edges.append(edge)
                 table = edge.name
             inputs.append(Input(table, columns, by_group=True))
     if edges and planned.layouts[guide] == layout:
-        senders = planned.layouts[guide].senders(planned.hosts)
-        edges.append(_edge(stage, planned.stages[guide], senders, layout, columns=(), guide=guide))
+        # the guide's rows stay in place, but its statistics decide the owners for the other edges
+        edges.append(_edge(node_columns, guide, layout, planned, columns=(), guide=guide))
     return tuple(inputs), tuple(edges)
 
 
@@ -313,7 +309,7 @@ def _tables_with_groups(edge: Edge, worker: str, planned: _Planned) -> tuple[str
     """
     if not edge.by_group or edge.rows is Rows.REPLICATED:
         return ()
-    one_a_group = planned.stages[edge.source].one_a_group
+    one_a_group = planned.flow[edge.source].one_a_group
     tables = []
     if worker in edge.sources:
         tables.append(edge.source)
@@ -328,39 +324,42 @@ def _tables_with_groups(edge: Edge, worker: str, planned: _Planned) -> tuple[str
 
 
 def _edge(
-    stage: NodeColumns,
-    source: NodeColumns,
-    sources: tuple[str, ...],
+    node_columns: NodeColumns,
+    source: str,
     layout: Layout,
+    planned: _Planned,
     *,
     columns: tuple[str, ...],
     guide: str,
 ) -> Edge:
-    schema = make_schema({name: source.produced[name].type for name in columns})
-    target = stage.node
-    # where the guide is in place and replicated
-    rows = Rows.REPLICATED if layout.replicated else Rows(target.rows)
+    """Return the edge that brings ``columns`` of the table of node ``source`` into ``layout``."""
+    produced = planned.flow[source].produced
+    schema = make_schema({name: produced[name].type for name in columns})
+    target = node_columns.node
+    rows = Rows(target.rows)
+    if layout.replicated:  # also where the node takes any layout, and its guide's is replicated
+        rows = Rows.REPLICATED
     return Edge(
-        source.node.name,
+        source,
         target.name,
-        sources=sources,
+        sources=planned.layouts[source].senders(planned.hosts),
         targets=layout.workers,
         rows=rows,
-        by_minibatch=_by_minibatch(stage),
+        by_minibatch=_by_minibatch(node_columns),
         schema=schema,
         guide=guide,
     )
 
 
 def _early(edge: Edge, planned: _Planned) -> EarlyColumns | None:
-    """Return what of an edge can travel early: columns that come unchanged from a node which hands
-    over its rows, on the workers that send them.
+    """Return the columns of an edge that can travel early: those that come unchanged from a node
+    that hands over its rows, on the workers that send them. None if there are none.
     """
     if edge.rows is Rows.REPLICATED or not set(edge.sources).isdisjoint(edge.targets):
         return None
-    source = planned.stages[edge.source]
+    source = planned.flow[edge.source]
     for name, layout in planned.layouts.items():
-        maker = planned.stages[name]
+        maker = planned.flow[name]
         if layout != planned.layouts[edge.source] or maker.rows_out != source.rows_out:
             continue
         unchanged = [

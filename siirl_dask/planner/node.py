@@ -62,9 +62,9 @@ class Role:
     """File and line of its definition, for errors."""
 
     def __post_init__(self) -> None:
-        _check_name(f"{self.at}: role" if self.at else "role", self.name)
-        function_name(bare(self.build))
-        label = f"{self.at}: role {self.name!r}" if self.at else f"role {self.name!r}"
+        _check_name(_after_place(self.at, "role"), self.name)
+        function_name(bare(self.build))  # raises for a function that workers cannot import
+        label = _after_place(self.at, f"role {self.name!r}")
         check_options(bare(self.build), options_of(self.build), label)
 
     @cached_property
@@ -83,7 +83,7 @@ class Role:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One stage of the workflow: a function of a table, run on every worker of its role.
+    """One task of the workflow: a function of a table, run on every worker of its role.
 
     PlanError for an invalid name, parent or option. ``reads`` and ``writes`` replace those of the
     function's ``@columns``.
@@ -123,35 +123,19 @@ class Node:
     """File and line of its definition, for errors."""
 
     def __post_init__(self) -> None:
-        _check_name(f"{self.at}: node" if self.at else "node", self.name)
+        _check_name(_after_place(self.at, "node"), self.name)
         if self.agent != "":
             _check_name(f"agent of {self.label}:", self.agent)
-        object.__setattr__(
-            self, "after", (self.after,) if isinstance(self.after, str) else tuple(self.after)
-        )
-        function_name(bare(self.fn))
+        parents = (self.after,) if isinstance(self.after, str) else tuple(self.after)
+        object.__setattr__(self, "after", parents)
+        function_name(bare(self.fn))  # raises for a function that workers cannot import
         options = {**options_of(self.fn), **self.options}
         if options:
             object.__setattr__(self, "fn", partial(bare(self.fn), **options))
         object.__setattr__(self, "options", options)
         check_options(bare(self.fn), options, self.label)
         if self.save_as is not None:
-            _check_name(f"save_as of {self.label}:", self.save_as)
-            if self.save_as == STAGES:
-                raise PlanError(
-                    f"save_as of {self.label}: {STAGES!r} is the folder of stages: choose another "
-                    "name"
-                )
-            if self.save_as == TRACE:
-                raise PlanError(
-                    f"save_as of {self.label}: {TRACE!r} is the table of the run's trace: choose "
-                    "another name"
-                )
-            if self.save_as.startswith(NONFINITE):
-                raise PlanError(
-                    f"save_as of {self.label}: tables named {NONFINITE}... are the run's: choose "
-                    "another name"
-                )
+            self._check_save_as(self.save_as)
         if not isinstance(self.stage, bool):
             raise PlanError(f"{self.label} has stage={self.stage!r}: expected true or false")
         if not isinstance(self.save_blobs, bool) or (self.save_blobs and self.save_as is None):
@@ -160,9 +144,8 @@ class Node:
                 "save_as"
             )
         if self.writes is not None:
-            object.__setattr__(
-                self, "writes", make_schema({field.name: field.type for field in self.writes})
-            )
+            types = {field.name: field.type for field in self.writes}
+            object.__setattr__(self, "writes", make_schema(types))
         object.__setattr__(self, "rows", self._checked_rows())
         if not self.after and self.rows is not Rows.ANYWHERE:
             raise PlanError(
@@ -184,6 +167,24 @@ class Node:
                 f"{self.label} writes {changed} of rows that exist: only new_rows=True may"
             )
 
+    def _check_save_as(self, table: str) -> None:
+        """Refuse a name of a table that the run itself writes."""
+        _check_name(f"save_as of {self.label}:", table)
+        if table == STAGES:
+            raise PlanError(
+                f"save_as of {self.label}: {STAGES!r} is the folder of stages: choose another name"
+            )
+        if table == TRACE:
+            raise PlanError(
+                f"save_as of {self.label}: {TRACE!r} is the table of the run's trace: choose "
+                "another name"
+            )
+        if table.startswith(NONFINITE):
+            raise PlanError(
+                f"save_as of {self.label}: tables named {NONFINITE}... are the run's: choose "
+                "another name"
+            )
+
     def _checked_rows(self) -> Rows:
         valid = [str(policy) for policy in Rows]
         if self.rows not in valid:
@@ -194,7 +195,7 @@ class Node:
     @property
     def label(self) -> str:
         """Name of the node for errors, after its file and line if known."""
-        return f"{self.at}: node {self.name!r}" if self.at else f"node {self.name!r}"
+        return _after_place(self.at, f"node {self.name!r}")
 
     @property
     def stored_as(self) -> str | None:
@@ -226,20 +227,27 @@ class Node:
     def weight_source(self) -> WeightSource | None:
         """WeightSource with the node's options bound; None if it has none."""
         stream = self.contract.stream
-        return WeightSource(*self._bound(stream)) if isinstance(stream, WeightSource) else None
+        if not isinstance(stream, WeightSource):
+            return None
+        return WeightSource(self._bound(stream.tables), self._bound(stream.tensors))
 
     @property
     def weight_sink(self) -> WeightSink | None:
         """WeightSink with the node's options bound; None if it has none."""
         stream = self.contract.stream
-        return WeightSink(*self._bound(stream)) if isinstance(stream, WeightSink) else None
+        if not isinstance(stream, WeightSink):
+            return None
+        return WeightSink(self._bound(stream.tables), self._bound(stream.tensors))
 
-    def _bound(self, stream: WeightSource | WeightSink) -> tuple[Any, Any]:
-        tensors = None if stream.tensors is None else partial(stream.tensors, **self.options)
-        return partial(stream.tables, **self.options), tensors
+    def _bound(self, function: Any) -> Any:
+        """Return a function with the node's options bound; None stays None."""
+        if function is None:
+            return None
+        return partial(function, **self.options)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self)}  # nothing cached
+        # fields alone: what is cached can be computed again on the other side
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def try_options(self) -> None:
         """Raise PlanError if the node's options fail the trial that its function declares."""
@@ -281,6 +289,13 @@ class Node:
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+
+def _after_place(at: str, text: str) -> str:
+    """Return ``text`` for an error, after the file and line ``at`` of a definition if known."""
+    if not at:
+        return text
+    return f"{at}: {text}"
 
 
 def _check_name(label: str, name: object) -> None:

@@ -19,7 +19,7 @@ from siirl_dask.schema import GROUP_ID, ROW_ID
 
 
 def find_early(
-    dag: DAG, stages: Mapping[str, NodeColumns], moves: Mapping[str, Move]
+    dag: DAG, flow: Mapping[str, NodeColumns], moves: Mapping[str, Move]
 ) -> dict[str, EarlyColumns]:
     """Return the nodes that may begin early, each with the node whose finished rows it takes and
     their columns.
@@ -29,23 +29,23 @@ def find_early(
     """
     found: dict[str, EarlyColumns] = {}
     earlier: list[NodeColumns] = []
-    for name, stage in stages.items():
-        node = stage.node
+    for name, node_columns in flow.items():
+        node = node_columns.node
         if (
             node.contract.by_row is not None
             and not node.lag
             and works_beside(dag.role(node.role).build)
         ):
-            columns = [column for column in stage.reads if column not in (ROW_ID, GROUP_ID)]
+            columns = [column for column in node_columns.reads if column not in (ROW_ID, GROUP_ID)]
             for maker in earlier:
                 if moves[maker.node.name].layout != moves[name].layout:
                     continue
-                if maker.node.lag or maker.rows_out != stage.rows:
+                if maker.node.lag or maker.rows_out != node_columns.rows:
                     continue
-                if _finished_rows_have(columns, maker, stage):
+                if _finished_rows_have(columns, maker, node_columns):
                     found[name] = EarlyColumns(maker.node.name, (ROW_ID, GROUP_ID, *columns))
                     break
-        earlier.append(stage)
+        earlier.append(node_columns)
     return found
 
 

@@ -37,13 +37,17 @@ def place_roles(
                 "once"
             )
     everywhere = [role for role in dag.roles if role.name not in placement]
-    sizes = [size for role in everywhere for size in groups_of(role.build, len(workers)).values()]
-    # one for all of them: rows stay where roles have the same workers
+    sizes: list[int] = []
+    for unplaced in everywhere:
+        sizes.extend(groups_of(unplaced.build, len(workers)).values())
+    # one order for all of them: rows stay where roles have the same workers
     order = arrange(workers, hosts, sizes)
-    return {
-        role: tuple(workers[i] for i in placement[role]) if role in placement else order
-        for role in roles
-    }
+    placed = {}
+    for role in roles:
+        placed[role] = order
+        if role in placement:
+            placed[role] = tuple(workers[index] for index in placement[role])
+    return placed
 
 
 def check_neighbours(dag: DAG, placed: Mapping[str, tuple[str, ...]]) -> None:

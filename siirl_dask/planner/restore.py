@@ -60,7 +60,7 @@ class Cut:
         return any(node.contract.expand is not None for node in self.dag.nodes)
 
 
-def frontiers(dag: DAG, stages: Mapping[str, NodeColumns]) -> tuple[list[Cut], list[str]]:
+def frontiers(dag: DAG, flow: Mapping[str, NodeColumns]) -> tuple[list[Cut], list[str]]:
     """Return ``dag`` cut at each stored table that is enough for what follows, the furthest first.
 
     The furthest is the one that leaves fewest nodes. The second list has the reason for each table
@@ -68,9 +68,11 @@ def frontiers(dag: DAG, stages: Mapping[str, NodeColumns]) -> tuple[list[Cut], l
     """
     cuts: list[Cut] = []
     reasons: list[str] = []
-    for node in reversed([stage.node for stage in stages.values() if stage.node.stored_as]):
+    for node in reversed(
+        [node_columns.node for node_columns in flow.values() if node_columns.node.stored_as]
+    ):
         try:
-            cuts.append(cut_at(dag, stages, node))
+            cuts.append(cut_at(dag, flow, node))
         except PlanError as error:
             reasons.append(str(error))
     return sorted(cuts, key=lambda cut: len(cut.dag.nodes)), reasons
@@ -92,7 +94,7 @@ def cuts_at_stored(dag: DAG, source: Schema) -> list[Cut]:
     return cuts
 
 
-def cut_at(dag: DAG, stages: Mapping[str, NodeColumns], saved: Node) -> Cut:
+def cut_at(dag: DAG, flow: Mapping[str, NodeColumns], saved: Node) -> Cut:
     """Return ``dag`` without ``saved`` and the nodes before it, whose rows the stored table holds.
 
     PlanError, with the reason, where a node that is left needs more than the table holds.
@@ -101,10 +103,13 @@ def cut_at(dag: DAG, stages: Mapping[str, NodeColumns], saved: Node) -> Cut:
     skipped = nodes_before(dag, saved) | {saved.name}
     left = [node for node in dag.ordered() if node.name not in skipped or node.contract.stateful]
     for node in left:
-        _check_stored(stages, node, saved, skipped)
-    stage = stages[saved.name]
+        _check_stored(flow, node, saved, skipped)
+    node_columns = flow[saved.name]
     entry = _entry(
-        saved.name, saved.role, saved.stored_as, [stage.produced[name] for name in stage.outputs]
+        saved.name,
+        saved.role,
+        saved.stored_as,
+        [node_columns.produced[name] for name in node_columns.outputs],
     )
     nodes = (
         entry,
@@ -123,7 +128,7 @@ def run_again(dag: DAG, source: Schema, first: str, save_as: str) -> Cut:
     Columns that these nodes write are computed again; all others are stored ones. PlanError when
     ``first`` is no node before a saved table, or one of the nodes needs more than the table holds.
     """
-    stages = trace_columns(dag, _with_blobs(dag, source))
+    flow = trace_columns(dag, _with_blobs(dag, source))
     saved = _saving(dag, dag.node(first))
     before = nodes_before(dag, saved) | {saved.name}
     nodes_again = [
@@ -133,15 +138,15 @@ def run_again(dag: DAG, source: Schema, first: str, save_as: str) -> Cut:
     ]
     again = {node.name for node in nodes_again}
     for node in nodes_again:
-        if stages[node.name].node.contract.new_rows or not node.after:
+        if flow[node.name].node.contract.new_rows or not node.after:
             raise PlanError(
                 f"node {node.name!r} makes rows of its own, and only stored rows can be run again: "
                 "name a later node"
             )
     for node in nodes_again:
-        _check_stored(stages, stages[node.name].node, saved, before - again)
+        _check_stored(flow, flow[node.name].node, saved, before - again)
     stored_columns = []
-    for column in stages[saved.name].produced.values():
+    for column in flow[saved.name].produced.values():
         # an earlier version may have stored fewer
         if column.writer not in again and column.name in source.names:
             stored_columns.append(column)
@@ -226,13 +231,13 @@ def nodes_before(dag: DAG, node: Node) -> set[str]:
 
 
 def _check_stored(
-    stages: Mapping[str, NodeColumns], node: Node, saved: Node, skipped: set[str]
+    flow: Mapping[str, NodeColumns], node: Node, saved: Node, skipped: set[str]
 ) -> None:
     """Raise PlanError unless all that a node takes from skipped ones is in the saved table, as
     they made it.
     """
-    stage = stages[node.name]
-    held = stages[saved.name]
+    node_columns = flow[node.name]
+    held = flow[saved.name]
     if node.contract.carries:
         raise PlanError(
             f"node {node.name!r} keeps rows for later steps: no step goes on from table "
@@ -252,24 +257,27 @@ def _check_stored(
             f"node {node.name!r} reads the dataset, and table {saved.stored_as!r} has other rows"
         )
     wanted = (
-        name for name, source in stage.sources.items() if source in skipped and name not in IDENTITY
+        name
+        for name, source in node_columns.sources.items()
+        if source in skipped and name not in IDENTITY
     )
     for name in wanted:
-        column = stage.available[name]
+        column = node_columns.available[name]
         if name not in held.outputs or held.produced[name].writer != column.writer:
             raise PlanError(
                 f"node {node.name!r} takes {name!r} as {column.writer!r} makes it, which table "
                 f"{saved.stored_as!r} of node {saved.name!r} does not hold"
             )
-    if any(parent in skipped for parent in node.after) and stage.rows != held.rows_out:
+    if any(parent in skipped for parent in node.after) and node_columns.rows != held.rows_out:
         raise PlanError(f"node {node.name!r} takes other rows than table {saved.stored_as!r} holds")
 
 
 def _attached(node: Node, entry: str, skipped: set[str]) -> Node:
-    """Return a node whose skipped parents are replaced by the stored rows; a skipped one stores
-    nothing again.
+    """Return a node whose skipped parents are replaced by the node ``entry`` of the stored rows. A
+    node that is itself skipped stores nothing again.
     """
-    after = tuple(dict.fromkeys(entry if parent in skipped else parent for parent in node.after))
+    parents = [entry if parent in skipped else parent for parent in node.after]
+    after = tuple(dict.fromkeys(parents))
     if node.name in skipped:
         return replace(node, after=after, save_as=None, stage=False)
     return replace(node, after=after)

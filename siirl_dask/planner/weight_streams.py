@@ -17,16 +17,16 @@ Placed = Mapping[str, tuple[str, ...]]
 """Workers of each role, in rank order."""
 
 
-def find_streams(stages: Mapping[str, NodeColumns], placed: Placed) -> dict[str, str]:
+def find_streams(flow: Mapping[str, NodeColumns], placed: Placed) -> dict[str, str]:
     """Return the target node of each source node whose table can be streamed.
 
     A table is made whole if it is saved, if several nodes read it, if one of the two functions
     declares no stream, if a node takes it while it runs, or if its reader is steps behind and the
     source may not wait for it: see ``_may_wait``.
     """
-    readers: dict[str, list[str]] = {name: [] for name in stages}
-    for name, stage in stages.items():
-        for source in dict.fromkeys((*stage.node.after, *stage.sources.values())):
+    readers: dict[str, list[str]] = {name: [] for name in flow}
+    for name, node_columns in flow.items():
+        for source in dict.fromkeys((*node_columns.node.after, *node_columns.sources.values())):
             readers[source].append(name)
     streams = {}
     for source, names in readers.items():
@@ -34,16 +34,16 @@ def find_streams(stages: Mapping[str, NodeColumns], placed: Placed) -> dict[str,
         if len(names) != 1 or readers[names[0]]:
             continue
         target = names[0]
-        if not _fit(stages[source].node, stages[target].node):
+        if not _fit(flow[source].node, flow[target].node):
             continue
-        if taken_in_flight(stages, stages[target].node):
+        if taken_in_flight(flow, flow[target].node):
             continue
-        if not stages[target].node.lag or _may_wait(stages, placed, source, target):
+        if not flow[target].node.lag or _may_wait(flow, placed, source, target):
             streams[source] = target
     return streams
 
 
-def _may_wait(stages: Mapping[str, NodeColumns], placed: Placed, source: str, target: str) -> bool:
+def _may_wait(flow: Mapping[str, NodeColumns], placed: Placed, source: str, target: str) -> bool:
     """Return whether the workers of ``source`` may wait in their step for those of ``target``,
     which are steps ahead.
 
@@ -51,14 +51,14 @@ def _may_wait(stages: Mapping[str, NodeColumns], placed: Placed, source: str, ta
     must not wait for the source's: no other node of theirs gets rows from these, or from workers
     that wait for these, or shares a role with them.
     """
-    waiting = set(placed[stages[source].node.role])
+    waiting = set(placed[flow[source].node.role])
     grown = True
     while grown:
         grown = False
-        for name, stage in stages.items():
-            own = placed[stage.node.role]
-            parents = (*stage.node.after, *stage.sources.values())
-            before = {worker for parent in parents for worker in placed[stages[parent].node.role]}
+        for name, node_columns in flow.items():
+            own = placed[node_columns.node.role]
+            parents = (*node_columns.node.after, *node_columns.sources.values())
+            before = {worker for parent in parents for worker in placed[flow[parent].node.role]}
             if (
                 name != target
                 and not waiting.isdisjoint({*own, *before})
@@ -66,10 +66,10 @@ def _may_wait(stages: Mapping[str, NodeColumns], placed: Placed, source: str, ta
             ):
                 waiting.update(own)
                 grown = True
-    return waiting.isdisjoint(placed[stages[target].node.role])
+    return waiting.isdisjoint(placed[flow[target].node.role])
 
 
-def taken_in_flight(stages: Mapping[str, NodeColumns], target: Node) -> bool:
+def taken_in_flight(flow: Mapping[str, NodeColumns], target: Node) -> bool:
     """Return whether a node that generates loads the weights which ``target`` loads otherwise.
 
     Workers take such weights when they have arrived, each at a time of its own. In a stream, and in
@@ -78,8 +78,8 @@ def taken_in_flight(stages: Mapping[str, NodeColumns], target: Node) -> bool:
     if not target.lag:
         return False
     return any(
-        stage.node.contract.in_flight and stage.node.role == target.role
-        for stage in stages.values()
+        node_columns.node.contract.in_flight and node_columns.node.role == target.role
+        for node_columns in flow.values()
     )
 
 
@@ -110,7 +110,7 @@ def why_no_broadcast(
     target: NodeColumns,
     placed: Placed,
     streams: Mapping[str, str],
-    stages: Mapping[str, NodeColumns],
+    flow: Mapping[str, NodeColumns],
 ) -> str | None:
     """Return the reason, in words, why no broadcast can take tensors of ``source`` to
     ``target``; None if one can.
@@ -118,7 +118,7 @@ def why_no_broadcast(
     giver = source.node
     taker = target.node
     both = [worker for worker in placed[giver.role] if worker in placed[taker.role]]
-    if taken_in_flight(stages, taker):
+    if taken_in_flight(flow, taker):
         return (
             f"each worker of role {taker.role!r} loads them when they have arrived, while it "
             "generates (rollout.in_flight)"

@@ -119,7 +119,8 @@ def with_learner(dag: DAG, config: Config, agent: str, *, after: str) -> DAG:
         *learning(own),
     )
     alone = with_reference(DAG(roles(own), nodes), own)
-    named = {node.name: "turns" if node.name == "rollout" else node.name for node in alone.nodes}
+    named = {node.name: node.name for node in alone.nodes}
+    named["rollout"] = "turns"
     return dag.add(
         *(_of_agent(node, agent, named, after) for node in alone.nodes),
         roles=[_role(role, agent) for role in alone.roles if role.name == "reference"],
@@ -175,7 +176,7 @@ def _acting(config: Config, rounds: int, message: Function | None) -> Iterator[N
         own = _view(config, agent)
         name = _turn_name(agent, number)
         role = f"rollout_{_engine_of(config, agent)}"
-        told = {} if place == 0 else {"column": MESSAGE}
+        own_column = {} if place == 0 else {"column": MESSAGE}
         placement = Rows(str(own.rollout.prompt_placement))
         sampled = own.rollout if number == 1 else replace(own.rollout, n=1)
         yield Node(
@@ -183,7 +184,7 @@ def _acting(config: Config, rounds: int, message: Function | None) -> Iterator[N
             encode_prompts,
             role=role,
             after=before or (),
-            options=prompt_options(own) | told,
+            options=prompt_options(own) | own_column,
             agent=agent,
         )
         yield Node(

@@ -141,7 +141,8 @@ def learning(
     }
     if columns:
         update["columns"] = tuple(columns)
-    lag = 0 if config.rollout.steps_ahead is None else config.rollout.steps_ahead
+    steps_ahead = config.rollout.steps_ahead
+    lag = 0 if steps_ahead is None else steps_ahead
     lora = {"lora": config.trainer.lora}
     return (
         Node("minibatches", draw_minibatches, role="policy", after="advantage", options=draw),
@@ -170,9 +171,9 @@ def with_reference(dag: DAG, config: Config, function: Function | None = None) -
     """Return ``dag`` with the reference log-probs that ``algorithm.kl_coefficient`` needs;
     unchanged if that is 0.
 
-    ``function`` gets them from the policy. Without one the reference is with adapters the policy
-    without them, and otherwise a role of its own. ConfigError for a function that no term of the
-    loss needs.
+    ``function`` is a node's function that gets them from the policy. Without one, the reference of
+    a policy with adapters is the same policy without its adapters; of any other policy, a role of
+    its own. ConfigError for a function that no term of the loss needs.
     """
     if not config.algorithm.kl_coefficient:
         if function is not None:
@@ -203,10 +204,9 @@ def with_reference(dag: DAG, config: Config, function: Function | None = None) -
 
 def validation(config: Config, dag: DAG) -> DAG:
     """Return the validation DAG of a training DAG, whose roles ``rollout`` and ``reward`` answer
-    and score.
+    and score. PlanError if the training DAG does not have these roles.
 
-    Where the training DAG plays, its environments reward the answers. PlanError if it does not have
-    these roles.
+    Where the training DAG plays in environments, they reward the answers.
     """
     settings = config.validation
     measure = measure_options(config)
@@ -236,20 +236,24 @@ def validation(config: Config, dag: DAG) -> DAG:
 def measure_options(config: Config) -> dict[str, Any]:
     """Return the options of ``measure_answers``."""
     settings = config.validation
+    extract = None
+    if settings.answer_extractor:
+        extract = resolve(settings.answer_extractor)
     return {
         "n": settings.n,
         "k": tuple(settings.k),
         "source": ColumnPath(settings.source_column),
-        "extract": resolve(settings.answer_extractor) if settings.answer_extractor else None,
+        "extract": extract,
     }
 
 
 def check_reads(config: Config, *keys: str) -> None:
-    """Raise ConfigError for an ``algorithm.*`` key that is set and is none of ``keys``, those
-    that a DAG reads.
+    """Raise ConfigError for an ``algorithm.*`` key that is set, although the DAG reads ``keys``
+    only.
     """
     default = AlgorithmConfig()
-    for name in (field.name for field in fields(AlgorithmConfig)):
+    for field in fields(AlgorithmConfig):
+        name = field.name
         value = getattr(config.algorithm, name)
         if name not in keys and value != getattr(default, name):
             raise ConfigError(
@@ -266,12 +270,12 @@ def _chosen(algorithm: AlgorithmConfig, key: str, function: Function | None) -> 
     if function is None:
         return partial(resolve(name), **options)
     if name != getattr(AlgorithmConfig(), key) or options:
-        configured = f"algorithm.{key}={name}" + (
-            f" with {key}_options={dict(options)}" if options else ""
-        )
+        configured = f"algorithm.{key}={name}"
+        if options:
+            configured += f" with {key}_options={dict(options)}"
+        argument = getattr(function, "__name__", function)
         raise ConfigError(
-            f"{configured}, and the recipe was given "
-            f"{key}={getattr(function, '__name__', function)}: expected "
-            "one of them; bind options to the function with functools.partial"
+            f"{configured}, and the recipe was given {key}={argument}: expected one of them; bind "
+            "options to the function with functools.partial"
         )
     return function

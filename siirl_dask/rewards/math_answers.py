@@ -96,9 +96,8 @@ def last_boxed(text: str) -> str | None:
     r"""Return the content of the last ``\boxed{...}`` whose braces close, or None. Takes linear
     time.
     """
-    open_braces: list[
-        int | None
-    ] = []  # for each, where the content of its \boxed begins; None for a plain brace
+    # for each, where the content of its \boxed begins; None for a plain brace
+    open_braces: list[int | None] = []
     last = (-1, "")
     for brace in _BRACE.finditer(text):
         match brace[0]:

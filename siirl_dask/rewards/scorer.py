@@ -15,7 +15,7 @@ from typing import Any
 from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Device, HoldsNoGroups, Rank
 from siirl_dask.errors import ConfigError
-from siirl_dask.planner import RoleCost, builds
+from siirl_dask.planner import RoleCost, bare, builds, options_of
 from siirl_dask.rewards.child_process import Outcome
 from siirl_dask.rewards.event_loop import LoopCalls
 from siirl_dask.rewards.numbers import number_of
@@ -77,7 +77,7 @@ class Scorer(HoldsNoGroups):
     @property
     def name(self) -> str:
         """The function's name, for messages."""
-        function = self._reward.func if isinstance(self._reward, partial) else self._reward
+        function = bare(self._reward)
         return getattr(function, "__qualname__", repr(function))
 
     @property
@@ -220,9 +220,9 @@ def check_scorer(options: Mapping[str, Any], workers: Sequence[str], config: obj
 
 def _needed_columns(reward: RewardFn) -> frozenset[str]:
     """Return the columns that a reward needs besides those that each gets."""
-    function = reward.func if isinstance(reward, partial) else reward
+    function = bare(reward)
     if function is from_trl:
-        return check_trl_functions(reward.keywords if isinstance(reward, partial) else {})
+        return check_trl_functions(options_of(reward))
     try:
         parameters = inspect.signature(reward).parameters
     except (TypeError, ValueError):  # a callable that does not say what it takes
@@ -264,15 +264,16 @@ def _is_async(reward: RewardFn) -> bool:
     """Return whether a call gives a coroutine: of an async function, or an object that is called so,
     below decorators that say what they wrap; or of ``from_trl`` with such a function.
     """
-    function = inspect.unwrap(reward.func if isinstance(reward, partial) else reward)
+    function = inspect.unwrap(bare(reward))
     if function is from_trl:
-        functions = reward.keywords.get("functions") if isinstance(reward, partial) else None
-        return any(map(_is_async, functions if isinstance(functions, list | tuple) else ()))
+        functions = options_of(reward).get("functions")
+        if not isinstance(functions, list | tuple):
+            return False
+        return any(_is_async(each) for each in functions)
     if inspect.iscoroutinefunction(function):
         return True
-    return inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004
-    )
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(call)
 
 
 @builds(preflight=check_scorer, provides=["scorer"], beside=works_beside)

@@ -173,8 +173,7 @@ def inputs_with_images(
         "inputs_embeds": embeddings,
         "position_ids": positions if has_image_positions(model) else positions[0],
     }
-    if levels := [
-        torch.cat(level) for level in zip(*(each.levels for each in features), strict=True)
-    ]:
+    levels = [torch.cat(level) for level in zip(*(each.levels for each in features), strict=True)]
+    if levels:
         given |= {"visual_pos_masks": visual, "deepstack_visual_embeds": levels}
     return given

@@ -58,11 +58,9 @@ def is_shallow(value: Any) -> bool:
         containers = [item for item in level if isinstance(item, dict | list)]
         if not containers:
             return True
-        level = [
-            item
-            for each in containers
-            for item in (each.values() if isinstance(each, dict) else each)
-        ]
+        level = []
+        for each in containers:
+            level.extend(each.values() if isinstance(each, dict) else each)
     return not any(isinstance(item, dict | list) for item in level)
 
 

@@ -34,9 +34,8 @@ def read_model_folder(model: ModelConfig) -> ModelFolder:
     try:
         parameters = WeightLoader.of_folder(path)
         tokenizer = load_tokenizer(path, key)
-    except (
-        Exception
-    ) as error:  # transformers raises anything from OSError to KeyError for a folder it cannot load
+    except Exception as error:
+        # transformers raises anything from OSError to KeyError for a folder it cannot load
         raise ConfigError(f"{key}: transformers cannot load it: {error}") from error
     tokenizer = tokenizer.with_options(model)
     return ModelFolder(

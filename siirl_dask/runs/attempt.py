@@ -199,9 +199,8 @@ class Attempt:
                 self._write(_ENDED)
         except FileNotFoundError:
             return  # the folder was moved or removed
-        except (
-            Exception
-        ) as failure:  # each store has errors of its own; the next start finds out by waiting
+        except Exception as failure:
+            # each store has errors of its own; the next start finds out by waiting
             logger.warning("attempt %d could not say that it is over: %s", self.number, failure)
 
     def _withdraw(self) -> bool:

@@ -169,9 +169,8 @@ def room_for(folder: Path, nbytes: int) -> Iterator[None]:
     """
     try:
         yield
-    except (
-        Exception
-    ) as error:  # safetensors has a class of its own, and in it the system's number as text
+    except Exception as error:
+        # safetensors has a class of its own, and in it the system's number as text
         if not (is_full(error) or f"os error {errno.ENOSPC})" in str(error)):
             raise
         written = sum(file.stat().st_size for file in folder.iterdir())

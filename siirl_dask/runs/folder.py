@@ -282,9 +282,8 @@ def probe(url: str, option: str = "run.url") -> Iterator[str]:
 def _refused(setting: str) -> Iterator[None]:
     try:
         yield
-    except (
-        Exception
-    ) as error:  # each store has errors of its own: no bucket, no credentials, no connection
+    except Exception as error:
+        # each store has errors of its own: no bucket, no credentials, no connection
         raise ConfigError(
             f"{setting} cannot be written: {type(error).__name__}: {error}"
         ) from error
@@ -378,14 +377,15 @@ def _is_free_option(name: str) -> bool:
 
 
 def _deciding_nodes(dag: _Spec) -> _Spec:
-    """Return a DAG as plain data without what results do not depend on: which nodes' rows are
-    stages.
+    """Return a DAG as plain data, without the key ``stage`` of its nodes: results do not depend on
+    which rows are stages.
     """
-    nodes = [
-        {key: value for key, value in node.items() if key != "stage"}
-        for node in dag.get("nodes", ())
-    ]
-    return {**dag, "nodes": nodes} if dag else dag
+    if not dag:
+        return dag
+    nodes = []
+    for node in dag.get("nodes", ()):
+        nodes.append({key: value for key, value in node.items() if key != "stage"})
+    return {**dag, "nodes": nodes}
 
 
 def _by_name(dag: _Spec) -> dict[str, Any]:

@@ -64,5 +64,6 @@ def glance(url: str, step: int, count: int) -> list[Mapping[str, Any]]:
     found = table.rename_columns([PROMPT, *columns[1:]]).to_pylist()
     for row in found:
         row[PROMPT] = last_message(row[PROMPT])
-        row |= {TURNS: len(row[TURNS] or ())} if TURNS in row else {}
+        if TURNS in row:
+            row[TURNS] = len(row[TURNS] or ())
     return sorted(found, key=lambda row: (row[REWARD] is None, -(row[REWARD] or 0)))

@@ -162,7 +162,8 @@ def _of_tables(
         if step is None:
             continue
         if REPLAY.fullmatch(table):
-            yield from _leftovers(folder, names, names if replays else (), Reason.REPLAYED)
+            replayed = names if replays else ()
+            yield from _leftovers(folder, names, replayed, Reason.REPLAYED)
             continue
         if table == TRACE:
             counted = newest_parts(names)
@@ -172,9 +173,8 @@ def _of_tables(
         parts = recorded_parts(fs, root, folder, names)
         listed = {part.path for part in parts or ()} | {record_name(names)}
         others = [name for name in names if is_numbered(name) and name not in listed]
-        yield from _leftovers(
-            folder, names, others, Reason.UNFINISHED if parts is None else Reason.SUPERSEDED
-        )
+        reason = Reason.UNFINISHED if parts is None else Reason.SUPERSEDED
+        yield from _leftovers(folder, names, others, reason)
 
 
 def _of_old_steps(files: Mapping[str, int], oldest: int, keep: int | None) -> Iterator[Leftover]:

@@ -96,6 +96,5 @@ class NodeWatch:
         without_heartbeat = self._now - member.heard_at
         without_progress = self._now - member.active_at
         heard = without_heartbeat < _REPORTED_FROM * self.timeout
-        return Silence(
-            name, member.reading.place, without_progress if heard else without_heartbeat, heard
-        )
+        seconds = without_progress if heard else without_heartbeat
+        return Silence(name, member.reading.place, seconds, heard)

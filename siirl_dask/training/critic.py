@@ -17,6 +17,7 @@ from siirl_dask.config import TrainerConfig
 from siirl_dask.context import HoldsNoGroups, Rank
 from siirl_dask.training.learner import Learner, TokenSelection, in_turn, select_tokens
 from siirl_dask.training.model.heads import ValueNetwork
+from siirl_dask.training.packing import MicroBatch
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
 from siirl_dask.training.parallel.dtensor import copy_state
 from siirl_dask.training.parking import ModelMemory, make_parkable
@@ -75,9 +76,8 @@ class ValueCritic(HoldsNoGroups):
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch; see ``Learner.update`` for the metrics."""
         self._memory.begin_update()
-        metrics = self._learner.update(
-            batches, in_turn(partial(self._losses, loss_fn)), aggregate, on_nonfinite
-        )
+        passes = in_turn(partial(self._losses, loss_fn))
+        metrics = self._learner.update(batches, passes, aggregate, on_nonfinite)
         self._memory.end_update()
         return metrics
 
@@ -113,7 +113,7 @@ class ValueCritic(HoldsNoGroups):
         self._learner.resume(state["progress"])
         self._memory.loaded()
 
-    def sleep(self, **told: bool) -> None:
+    def sleep(self, **unused: bool) -> None:
         """Free device memory while others compute there, with ``critic.park``. Any other call
         wakes the critic.
         """
@@ -138,13 +138,20 @@ class ValueCritic(HoldsNoGroups):
     def _losses(
         self, loss_fn: ValueLossFn, batch: ValueBatch
     ) -> Iterator[tuple[TokenLoss, Tensor]]:
+        """Yield the losses and row offsets of each micro-batch, as ``Learner.update`` takes them."""
         for part in self._backend.micro_batches(batch.rows, self._network.inputs):
-            values = self._network(part)
-            selection = select_tokens(batch, part, values.device)
-            yield (
-                selection.attach(loss_fn(value_inputs(batch, selection, values)), values),
-                selection.offsets,
-            )
+            yield value_losses(loss_fn, batch, part, self._network(part))
+
+
+def value_losses(
+    loss_fn: ValueLossFn, batch: ValueBatch, part: MicroBatch, values: Tensor
+) -> tuple[TokenLoss, Tensor]:
+    """Return the losses of the selected tokens of a micro-batch, [S], and their row offsets,
+    [R + 1]. ``values`` are the critic's, [K].
+    """
+    selection = select_tokens(batch, part, values.device)
+    loss = loss_fn(value_inputs(batch, selection, values))
+    return selection.attach(loss, values), selection.offsets
 
 
 def value_inputs(batch: ValueBatch, selection: TokenSelection, values: Tensor) -> ValueInputs:

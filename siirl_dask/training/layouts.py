@@ -205,9 +205,8 @@ def check_heads(trainer: TrainerConfig, path: str) -> None:
     tensor = trainer.fsdp.tensor_parallel
     if sequence == tensor == 1:
         return
-    check_all_attend(
-        path, max(sequence, tensor), "sequence_parallel" if sequence > 1 else "tensor_parallel"
-    )
+    key = "sequence_parallel" if sequence > 1 else "tensor_parallel"
+    check_all_attend(path, max(sequence, tensor), key)
     widths = read_widths(path)
     if widths is None:
         return

@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from siirl_dask.algorithms import Aggregation, LossInputs, TokenLoss, Totals, segment_weights
+from siirl_dask.algorithms import (
+    Aggregation,
+    LossFn,
+    LossInputs,
+    TokenLoss,
+    Totals,
+    segment_weights,
+)
 from siirl_dask.collectives import all_sum
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import Rank
@@ -60,9 +67,8 @@ def select_tokens(batch: Batch, part: MicroBatch, device: torch.device) -> Token
     if batch.mask is None:
         return TokenSelection(part.offsets.to(device), None, part.tokens)
     mask = batch.mask[part.tokens]
-    return TokenSelection(
-        _count_before(mask)[part.offsets].to(device), mask.to(device), part.tokens
-    )
+    offsets = _count_before(mask)[part.offsets]
+    return TokenSelection(offsets.to(device), mask.to(device), part.tokens)
 
 
 def loss_inputs(
@@ -82,6 +88,19 @@ def loss_inputs(
         offsets=selection.offsets,
         columns={name: selection.from_batch(values) for name, values in batch.columns.items()},
     )
+
+
+def policy_losses(
+    loss_fn: LossFn, batch: TrainBatch, part: MicroBatch, logprobs: Tensor, entropy: Tensor
+) -> tuple[TokenLoss, Tensor]:
+    """Return the losses of the selected tokens of a micro-batch, [S], and their row offsets,
+    [R + 1].
+
+    ``logprobs`` and ``entropy`` are the model's scores of all its response tokens, [K] each.
+    """
+    selection = select_tokens(batch, part, logprobs.device)
+    loss = loss_fn(loss_inputs(batch, selection, logprobs, entropy))
+    return selection.attach(loss, logprobs), selection.offsets
 
 
 def _count_before(mask: Tensor) -> Tensor:
@@ -117,10 +136,10 @@ class Weighing:
         """Return the weighted loss of the next micro-batch, with its graph. Its tokens' losses are
         [S], offsets [R + 1]. ValueError for another shape.
         """
-        if result.loss.shape != (int(offsets[-1]),):
+        tokens = int(offsets[-1])
+        if result.loss.shape != (tokens,):
             raise ValueError(
-                f"the loss has shape {list(result.loss.shape)}, expected [{int(offsets[-1])}]: a "
-                "token each"
+                f"the loss has shape {list(result.loss.shape)}, expected [{tokens}]: a token each"
             )
         weights = _weights(self._batch, self._row, offsets, self._totals, self._aggregate)
         weighted = (result.loss * weights).sum()
@@ -200,35 +219,35 @@ class Learner:
         ``lr``; and the counts ``empty_minibatches`` and ``skipped_steps``. Without a step only the
         last three are there.
         """
-        counts = torch.tensor([_count(batch) for batch in batches], dtype=torch.int64).reshape(
-            -1, 2
-        )
+        own_counts = [_count(batch) for batch in batches]
+        counts = torch.tensor(own_counts, dtype=torch.int64).reshape(-1, 2)
         with self._waiting():
             summed = all_reduce(counts, self._cpu_group).tolist()
         totals = [Totals(tokens=tokens, rows=rows) for tokens, rows in summed]
         sums: dict[str, float] = {}
         steps: list[tuple[float, float]] = []
-        tokens = learned = 0
+        tokens = 0
+        learned = 0
         for at, (batch, total) in enumerate(zip(batches, totals, strict=True)):
-            if total.tokens:
-                learned += 1
-                step_sums, loss = self._backward(batch, total, passes, aggregate)
-                norm = self._norm()
-                if not (isfinite(norm) and isfinite(loss)):
-                    self._skipped += 1
-                    found = self._examine(
-                        batch, total, passes, aggregate, (at, len(batches), loss, norm)
-                    )
-                    if on_nonfinite is None:
-                        raise TrainingError(str(found))
-                    on_nonfinite(found)
-                    continue
-                self._skipped = 0
-                self._gradients.clip(norm, self._config.max_grad_norm)
-                self._step()
-                sums = {name: value + sums.get(name, 0.0) for name, value in step_sums.items()}
-                steps.append((loss, norm))
-                tokens += total.tokens
+            if not total.tokens:
+                continue
+            learned += 1
+            step_sums, loss = self._backward(batch, total, passes, aggregate)
+            norm = self._norm()
+            if not isfinite(norm) or not isfinite(loss):
+                self._skipped += 1
+                seen = (at, len(batches), loss, norm)
+                found = self._examine(batch, total, passes, aggregate, seen)
+                if on_nonfinite is None:
+                    raise TrainingError(str(found))
+                on_nonfinite(found)
+                continue
+            self._skipped = 0
+            self._gradients.clip(norm, self._config.max_grad_norm)
+            self._step()
+            sums = {name: value + sums.get(name, 0.0) for name, value in step_sums.items()}
+            steps.append((loss, norm))
+            tokens += total.tokens
         metrics = {name: value / tokens for name, value in sums.items()}
         if steps:
             metrics[_LOSS] = sum(loss for loss, _ in steps) / len(steps)
@@ -257,7 +276,8 @@ class Learner:
 
     def leave_group(self) -> None:
         """Let go of the process group; no step can be taken before ``join_group``."""
-        self._group = self._cpu_group = None
+        self._group = None
+        self._cpu_group = None
 
     def join_group(self, rank: Rank) -> None:
         """Sum gradients over the group of ``rank`` from now on."""
@@ -271,9 +291,9 @@ class Learner:
         """All gradients, which each mini-batch begins with zeros."""
         return self._gradients.flat
 
-    def kept(self) -> Iterator[Tensor]:
-        """Yield the optimizer's tensors that are kept from step to step, but for single numbers."""
-        return self._optimizer.kept()
+    def state_tensors(self) -> Iterator[Tensor]:
+        """Yield the optimizer's moments and moving averages, without its counts of steps."""
+        return self._optimizer.state_tensors()
 
     def ema(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the moving average of each parameter; nothing where none is kept."""
@@ -320,7 +340,8 @@ class Learner:
             return sqrt(float(self._gradients.squares()))
         squares = float(self._gradients.squares(len(self._shard_ranks)))
         with self._waiting():
-            return sqrt(*all_sum(self._cpu_group, [squares], ranks=self._shard_ranks))
+            (total,) = all_sum(self._cpu_group, [squares], ranks=self._shard_ranks)
+        return sqrt(total)
 
     def _examine(
         self,
@@ -337,6 +358,8 @@ class Learner:
         examination = Examination(batch, self._gradients, sharded=self._shard_ranks is not None)
         self._backward(batch, totals, passes, aggregate, examination.see)
         limit = self._config.max_skipped_steps
+        if limit is None:
+            limit = _MAX_SKIPPED
         at, count, loss, norm = seen
         return NonFinite(
             minibatch=at,
@@ -344,7 +367,7 @@ class Learner:
             loss=loss,
             norm=norm,
             in_a_row=self._skipped,
-            may_skip=self._skipped <= (_MAX_SKIPPED if limit is None else limit),
+            may_skip=self._skipped <= limit,
             rows=examination.rows,
             micro_batches=examination.micro_batches,
         )
@@ -359,22 +382,23 @@ def _weights(
     if batch.episodes is None:
         return aggregate(offsets, totals)
     rows = batch.episodes.select(slice(first, first + len(offsets) - 1))
-    return segment_weights(
-        aggregate, offsets, totals, rows.starts.to(offsets.device), rows.lengths.to(offsets.device)
-    )
+    starts = rows.starts.to(offsets.device)
+    lengths = rows.lengths.to(offsets.device)
+    return segment_weights(aggregate, offsets, totals, starts, lengths)
 
 
 def _count(batch: Batch) -> tuple[int, int]:
-    """Count the tokens to learn from, and the rows or the episodes that have any."""
+    """Return the number of tokens to learn from, and of the rows or the episodes that have any."""
     offsets = response_offsets(batch.rows)
     if batch.mask is not None:
-        if batch.mask.shape != (tokens := int(offsets[-1]),):
+        tokens = int(offsets[-1])
+        if batch.mask.shape != (tokens,):
             raise ValueError(
                 f"the mask has shape {list(batch.mask.shape)}, expected [{tokens}]: a token each"
             )
         offsets = _count_before(batch.mask)[offsets]
     lengths = offsets.diff()
-    counted = (
-        lengths > 0 if batch.episodes is None else (lengths > 0) & (batch.episodes.starts == 0)
-    )
+    counted = lengths > 0
+    if batch.episodes is not None:  # the first row that has tokens counts for its episode
+        counted = counted & (batch.episodes.starts == 0)
     return int(lengths.sum()), int(counted.sum())

@@ -169,11 +169,11 @@ def passing_bytes(model: ModelOnWorkers) -> int:
     """Return the bytes of the peak of a pass without gathered weights and their gradients."""
     gathered = ("gathered", "gradients of")
     moments = model.memory.moments(model)
-    passing = (
-        {part: each for part, each in one.items() if not part.startswith(gathered)}
-        for one in moments
-    )
-    return max(sum(parts.values()) for parts in passing)
+    totals = []
+    for parts in moments:
+        others = [size for part, size in parts.items() if not part.startswith(gathered)]
+        totals.append(sum(others))
+    return max(totals)
 
 
 def replica_moments(model: ModelOnWorkers) -> list[dict[str, int]]:

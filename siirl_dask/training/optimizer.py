@@ -145,7 +145,7 @@ class Optimizer:
                     weight_decay=config.weight_decay,
                 )
 
-    def kept(self) -> Iterator[Tensor]:
+    def state_tensors(self) -> Iterator[Tensor]:
         """Yield the moments and moving averages, which are kept from step to step."""
         for name in self._parts:
             yield from (tensor for kind, tensor in self._state[name].items() if kind != _STEP)
@@ -181,10 +181,9 @@ class Optimizer:
         state: dict[str, Any] = {}
         for name in self._parts:
             parameter = self._parameters[name]
-            state[name] = {
-                kind: tensor if kind == _STEP else like_dtensor(parameter, tensor)
-                for kind, tensor in self._state[name].items()
-            }
+            state[name] = {}
+            for kind, tensor in self._state[name].items():
+                state[name][kind] = tensor if kind == _STEP else like_dtensor(parameter, tensor)
         for name, average in self.ema():
             state[name]["ema"] = average
         return state

@@ -39,8 +39,8 @@ class Packing:
     ranks: Rank | None = None
     """Rank of this process in its sequence-parallel group; None without one."""
     ends: Tensor | None = None
-    """[R + 1] int32 on the device, cu_seqlens: a copy to a device waits for it, so one serves all
-    layers. None on a CPU, where attention needs none."""
+    """[R + 1] int32 on the device, cu_seqlens of the kernels. It is made once for all layers, since
+    each copy to a device waits for the device. None on a CPU, where attention needs none."""
     masks: dict[int | None, BlockMask] = field(default_factory=dict)
     """FlexAttention's masks by window, which the first layer makes for all."""
     library: str = AUTO
@@ -53,11 +53,11 @@ class Packing:
 
 
 class CurrentPacking:
-    """The packing of a model's pass under way, where its layers find it: models hand arguments to
-    few of them.
+    """The packing of the pass that a model is in, where its layers find it: a model hands its
+    arguments on to few of its layers.
 
-    A layer that is computed again in the backward pass finds the same, since that follows the
-    micro-batch's forward.
+    A layer that is computed again in the backward pass finds the same packing, since each
+    micro-batch's backward pass follows its forward pass.
     """
 
     packing: Packing | None = None
@@ -84,19 +84,17 @@ class MicroBatch:
 
     Where rows share prompts, the T tokens are those that are computed, and ``runs`` are of the
     whole rows. A rank's own R rows have K response tokens. Sequence- and tensor-parallel ranks cut
-    the rows of their whole group into micro-batches together, so some fields are of the rank's own
-    rows and others of the group's:
+    the rows of their whole group into micro-batches together. So the fields are of these rows:
 
-    | field                               | alone    | sequence-parallel         | tensor-parallel
-    |
-    |-------------------------------------|----------|---------------------------|--------------------|
-    | ``input_ids``, ``position_ids`` [T] | own rows | 1/n of the group's tokens | group's rows
-    | | ``runs``                            | own rows | group's rows              | group's rows
-    | | ``predicting``, ``targets`` [C]     | own rows | predicted by those 1/n    | group's rows
-    | | ``offsets``, ``tokens``             | own rows | own rows                  | own rows
-    | | ``route``                           | None     | sends [C] to owners' [K]  | None
-    | | ``own_rows``                        | None     | None                      | selects [K] of
-    [C] |
+    Alone
+        All fields are of the rank's own rows.
+    Sequence-parallel, n ranks
+        ``input_ids`` and ``position_ids`` [T] are 1/n of the group's tokens, ``predicting`` and
+        ``targets`` [C] what these predict. ``runs`` are the group's rows, ``offsets`` and
+        ``tokens`` the rank's own. ``route`` sends scores [C] to the ranks that own them, [K].
+    Tensor-parallel
+        All fields but ``offsets`` and ``tokens``, which are of the rank's own rows, are of the
+        group's rows. ``own_rows`` selects the rank's own scores [K] from those of the group [C].
     """
 
     input_ids: Tensor
@@ -135,20 +133,17 @@ def response_offsets(rows: PackedRows) -> Tensor:
     for malformed rows.
     """
     lengths = rows.offsets.diff()
-    if (
-        len(rows.offsets) != len(rows) + 1
-        or int(rows.offsets[-1]) != len(rows.tokens)
-        or int(rows.offsets[0]) != 0
-    ):
+    offsets = rows.offsets.tolist()
+    if len(offsets) != len(rows) + 1 or offsets[0] != 0 or offsets[-1] != len(rows.tokens):
         raise ValueError(
-            f"{len(rows)} rows of {len(rows.tokens)} tokens do not have offsets "
-            f"{rows.offsets.tolist()}"
+            f"{len(rows)} rows of {len(rows.tokens)} tokens do not have offsets {offsets}"
         )
     if bool((rows.prompt_lengths < 1).any()) or bool((rows.prompt_lengths > lengths).any()):
         raise ValueError(
             "expected every row to have at least one prompt token and no more of them than tokens"
         )
-    return torch.cat([torch.zeros(1, dtype=torch.int64), (lengths - rows.prompt_lengths).cumsum(0)])
+    response_lengths = lengths - rows.prompt_lengths
+    return torch.cat([torch.zeros(1, dtype=torch.int64), response_lengths.cumsum(0)])
 
 
 def micro_batches(
@@ -202,7 +197,8 @@ def _cut(offsets: Ints, budget: int) -> list[tuple[int, int]]:
     high = budget
     while low < high:
         middle = (low + high) // 2
-        if len(smaller := _filled(offsets, middle)) <= len(cuts):
+        smaller = _filled(offsets, middle)
+        if len(smaller) <= len(cuts):
             cuts = smaller
             high = middle
         else:
@@ -218,9 +214,8 @@ def _filled(offsets: Ints, budget: int) -> list[tuple[int, int]]:
     start = 0
     rows = len(offsets) - 1
     while start < rows:
-        stop = max(
-            start + 1, int(np.searchsorted(offsets, offsets[start] + budget, side="right")) - 1
-        )
+        fitting = int(np.searchsorted(offsets, offsets[start] + budget, side="right")) - 1
+        stop = max(start + 1, fitting)
         cuts.append((start, stop))
         start = stop
     if not cuts:
@@ -257,25 +252,28 @@ def _pack(
     predicting = place.repeat_interleave(counts) + in_row - 1
     shown = None if rows.images is None else rows.images.of_row[start:stop]
     group = same_prompts(rows.tokens, begins, prompts[start:stop], shown, rows.routes)
-    shared = (
-        find_shared(group, prompts[start:stop], lengths, place)
-        if share and stop - start > 1
-        else None
-    )
+    shared = None
+    if share and stop - start > 1:
+        shared = find_shared(group, prompts[start:stop], lengths, place)
     if shared is not None:
         source = source[shared.first]
         positions = positions[shared.first]
         predicting = shared.whole[predicting]
     position_ids = positions[None]
     images = None
-    if inputs is not None and (layout := inputs.layout(rows, start, stop, group)) is not None:
-        in_images, images = layout.select(source - int(rows.offsets[start]))
-        if inputs.has_positions:
-            position_ids = torch.cat([position_ids, in_images])[:, None]
+    if inputs is not None:
+        layout = inputs.layout(rows, start, stop, group)
+        if layout is not None:
+            in_images, images = layout.select(source - int(rows.offsets[start]))
+            if inputs.has_positions:
+                position_ids = torch.cat([position_ids, in_images])[:, None]
+    runs = []
+    for length, same in groupby(packed_lengths.tolist()):
+        runs.append((len(list(same)), length))
     return MicroBatch(
         input_ids=rows.tokens[source][None],
         position_ids=position_ids,
-        runs=tuple((len(list(same)), length) for length, same in groupby(packed_lengths.tolist())),
+        runs=tuple(runs),
         predicting=predicting,
         targets=rows.tokens[begins.repeat_interleave(counts) + in_row],
         offsets=offsets,

@@ -122,7 +122,10 @@ class ModelMemory:
     ) -> None:
         """``weights`` have been made parkable before the learner was built."""
         self._weights = Parked(weights if park else ())
-        self._state = Parked(learner.kept() if park and learner is not None else ())
+        state: Iterable[Tensor] = ()
+        if park and learner is not None:
+            state = learner.state_tensors()
+        self._state = Parked(state)
         self._gradients = Scratch(learner.gradients) if park and learner is not None else None
 
     def score(self) -> None:

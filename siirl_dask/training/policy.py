@@ -17,7 +17,7 @@ from siirl_dask.context import HoldsNoGroups, Rank
 from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.routing import Routing
-from siirl_dask.training.learner import Learner, in_turn, loss_inputs, select_tokens
+from siirl_dask.training.learner import Learner, in_turn, policy_losses
 from siirl_dask.training.model.heads import PolicyNetwork
 from siirl_dask.training.model.replay import with_routes
 from siirl_dask.training.model.shared_base import AgentNetwork
@@ -55,7 +55,11 @@ class Reference(HoldsNoGroups, ScoresOnly):
             trainer=trainer,
             routing=routing,
         )
-        self._network = backend.network(make).requires_grad_(False) if network is None else network
+        self._network: PolicyNetwork | AgentNetwork
+        if network is None:
+            self._network = backend.network(make).requires_grad_(False)
+        else:
+            self._network = network
         if park:
             make_parkable(self._network.parameters())
         self._memory = ModelMemory(self._network.parameters(), None, park=park)
@@ -67,14 +71,18 @@ class Reference(HoldsNoGroups, ScoresOnly):
     @torch.no_grad()
     def _score(self, rows: PackedRows) -> TokenScores:
         self._memory.score()
-        parts = [
-            self._network(part) for part in self._backend.micro_batches(rows, self._network.inputs)
-        ]
+        logprobs = []
+        entropy = []
+        collision = []
+        for part in self._backend.micro_batches(rows, self._network.inputs):
+            own_logprobs, own_entropy, own_collision = self._network(part)
+            logprobs.append(own_logprobs)
+            entropy.append(own_entropy)
+            collision.append(own_collision)
         self._network.reshard()
-        logprobs, entropy, collision = (
-            torch.cat(values).cpu() for values in zip(*parts, strict=True)
+        return TokenScores(
+            torch.cat(logprobs).cpu(), torch.cat(entropy).cpu(), torch.cat(collision).cpu()
         )
-        return TokenScores(logprobs, entropy, collision)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full parameter in ``model.dtype``, adapters merged, tied ones once.
@@ -89,10 +97,9 @@ class Reference(HoldsNoGroups, ScoresOnly):
         ``weights()``.
         """
         self._memory.score()
-        named = (
-            (name, tensor) for name, tensor in self._network.trainable().items() if is_adapter(name)
-        )
-        return full_weights(named, self._backend.device, torch.float32)
+        learned = self._network.trainable()
+        adapters = [(name, tensor) for name, tensor in learned.items() if is_adapter(name)]
+        return full_weights(adapters, self._backend.device, torch.float32)
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield nothing: a reference has no moving averages."""
@@ -110,7 +117,7 @@ class Reference(HoldsNoGroups, ScoresOnly):
         copy_state(Reference.state(self)["model"], state["model"], "model")
         self._memory.loaded()
 
-    def sleep(self, **told: bool) -> None:
+    def sleep(self, **unused: bool) -> None:
         """Free device memory while others compute there, with ``trainer.park``. Any other call
         wakes the model.
         """
@@ -205,9 +212,8 @@ class Policy(Reference):
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch; see ``Learner.update`` for the metrics."""
         self._memory.begin_update()
-        metrics = self._learner.update(
-            batches, in_turn(partial(self._losses, loss_fn)), aggregate, on_nonfinite
-        )
+        passes = in_turn(partial(self._losses, loss_fn))
+        metrics = self._learner.update(batches, passes, aggregate, on_nonfinite)
         self._memory.end_update()
         return metrics
 
@@ -244,14 +250,8 @@ class Policy(Reference):
         del self._learner
 
     def _losses(self, loss_fn: LossFn, batch: TrainBatch) -> Iterator[tuple[TokenLoss, Tensor]]:
-        for part in self._backend.micro_batches(
-            with_routes(batch.rows, self._routing), self._network.inputs
-        ):
+        """Yield the losses and row offsets of each micro-batch, as ``Learner.update`` takes them."""
+        rows = with_routes(batch.rows, self._routing)
+        for part in self._backend.micro_batches(rows, self._network.inputs):
             logprobs, entropy, _ = self._network(part)
-            selection = select_tokens(batch, part, logprobs.device)
-            yield (
-                selection.attach(
-                    loss_fn(loss_inputs(batch, selection, logprobs, entropy)), logprobs
-                ),
-                selection.offsets,
-            )
+            yield policy_losses(loss_fn, batch, part, logprobs, entropy)

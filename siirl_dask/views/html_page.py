@@ -5,10 +5,10 @@ All texts go through ``safe`` or ``shortened``: what a run holds is not trusted.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 
-from siirl_dask.observe import printable
+from siirl_dask.observe import chat_text, printable
 
 _LONGEST = 4000  # characters of a text
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -38,9 +38,7 @@ def shortened(value: object) -> str:
     below the other.
     """
     if isinstance(value, Sequence) and not isinstance(value, str):
-        value = "\n".join(
-            str(m["content"] if isinstance(m, Mapping) and "content" in m else m) for m in value
-        )
+        value = chat_text(value)
     text = printable("" if value is None else str(value)).strip()
     if len(text) > _LONGEST:
         half = _LONGEST // 2

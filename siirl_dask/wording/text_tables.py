@@ -28,10 +28,13 @@ def worker_ranges(members: Sequence[str], workers: tuple[str, ...]) -> str:
             runs[-1].append(worker)
         else:
             runs.append([worker])
-    shown = [f"{run[0]}..{run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs[:_RUNS]]
-    more = [".."] if len(runs) > _RUNS else []
+    shown = []
+    for run in runs[:_RUNS]:
+        shown.append(f"{run[0]}..{run[-1]}" if len(run) > 2 else ", ".join(run))
+    if len(runs) > _RUNS:
+        shown.append("..")
     count = f" ({len(members)})" if len(members) > 2 else ""
-    return ", ".join(shown + more) + count
+    return ", ".join(shown) + count
 
 
 def readable_bytes(count: int) -> str:
@@ -53,13 +56,20 @@ def tables_within(columns: int) -> Iterator[None]:
         _WIDTH.reset(token)
 
 
+def _longest_word(text: str) -> int:
+    return max((len(word) for word in text.split()), default=0)
+
+
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Return rows in aligned columns; a text that is too wide goes on in its column on the next
     line. Where there is no room for the last column beside the others, it has lines of its own.
     """
-    columns = [[row[place] for row in (header, *rows)] for place in range(len(header))]
-    natural = [max(map(len, texts)) for texts in columns]
-    words = [max(len(word) for text in texts for word in [*text.split(), ""]) for texts in columns]
+    natural = []
+    words = []
+    for place in range(len(header)):
+        texts = [row[place] for row in (header, *rows)]
+        natural.append(max(len(text) for text in texts))
+        words.append(max(_longest_word(text) for text in texts))
     room = _WIDTH.get() - _GAP * len(header)
     last = min(natural[-1], LEAST)
     below = sum(words[:-1]) + last > room

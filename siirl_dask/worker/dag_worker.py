@@ -72,7 +72,7 @@ class DAGWorker(WorkerPlugin):
         self.spec = spec
 
     def __getstate__(self) -> dict[str, Any]:
-        # a fifth of the size
+        # compressed it is a fifth of the size
         return {"name": self.name, "spec": zlib.compress(pickle.dumps(self.spec))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -106,9 +106,8 @@ class DAGWorker(WorkerPlugin):
         self._epoll_descriptors: frozenset[int] = frozenset()
         self._started = False
         self._checkpoints: CheckpointWriter | None = None
-        self._loaders = PhaseLoaders(
-            self.spec.resume_from.positions if self.spec.resume_from else {}
-        )
+        positions = {} if self.spec.resume_from is None else self.spec.resume_from.positions
+        self._loaders = PhaseLoaders(positions)
         self.release = Release(self._free)
         releases: list[Release] = releases_of(worker)
         self._earlier_releases = list(releases)
@@ -129,7 +128,7 @@ class DAGWorker(WorkerPlugin):
         self._scheduler_watch = asyncio.create_task(self._watch_scheduler())
 
     async def _serve_peers(self, worker: Worker) -> PeerServices:
-        """Start what answers this worker's peers, and what measures it."""
+        """Start the services that answer this worker's peers, and its meter."""
         self._past_iterations = PastIterations(
             {name: plan.chains.values() for name, (plan, _) in self._phases.items()}
         )
@@ -172,7 +171,7 @@ class DAGWorker(WorkerPlugin):
         peers.check()
         port_of = dict(zip(self.spec.members, ports, strict=True))
         self._loop.call_soon_threadsafe(peers.meet, port_of)
-        plan = self._phases[self.spec.builds_from][0]
+        plan, _ = self._phases[self.spec.builds_from]
         self._built = self._reusable_roles(plan)
         torch.set_num_threads(self.spec.threads)
         self._started = True
@@ -190,7 +189,9 @@ class DAGWorker(WorkerPlugin):
             )
         self._device = joined.device
         self._epoll_descriptors = joined.epoll_descriptors
-        reused = self._built.for_device(joined.device) if self._built else {}
+        reused: Mapping[str, Any] = {}
+        if self._built is not None:
+            reused = self._built.for_device(joined.device)
         self._built = None
         device = replace(
             self.progress.with_callbacks(joined.device),
@@ -213,11 +214,9 @@ class DAGWorker(WorkerPlugin):
         """
         with self.progress.at("the wait for an earlier run to leave this process"):
             followed = plugin_of(self._worker, self.spec.follows)
-            built = (
-                followed.hand_over(self.progress, self.stop)
-                if isinstance(followed, DAGWorker)
-                else None
-            )
+            built: BuiltRoles | None = None
+            if isinstance(followed, DAGWorker):
+                built = followed.hand_over(self.progress, self.stop)
             await_all(self._earlier_releases, self.worker_name, self.stop)
         if built is None:
             return None
@@ -258,20 +257,21 @@ class DAGWorker(WorkerPlugin):
         device: Device,
         resources: Mapping[str, Any],
     ) -> WorkerRuntime:
+        role_peers = {}
+        for role, rank in joined.ranks.items():
+            role_peers[role] = groups.RolePeers(rank, self.stop, self.progress)
+        _, dataset = self._phases[self.spec.builds_from]
         return WorkerRuntime(
             device=device,
             profiling=Profiling(self.spec.profile, self.spec.url, device),
             run_url=self.spec.url,
             stages=table_writer(self.spec, self._report, self.stop, self.progress.trace),
-            read_limit=self._phases[self.spec.builds_from][1].sources[0].read_limit,
+            read_limit=dataset.sources[0].read_limit,
             run_seed=self.spec.seed,
             skip_nonfinite=self.spec.skip_nonfinite,
             resources=resources,
             ranks=joined.ranks,
-            peers={
-                role: groups.RolePeers(rank, self.stop, self.progress)
-                for role, rank in joined.ranks.items()
-            },
+            peers=role_peers,
             share_work=peers.share_work(plan.placement, self.stop),
             databuffer=peers.databuffer,
             loop=self._loop,
@@ -295,7 +295,8 @@ class DAGWorker(WorkerPlugin):
         loader = None
         if chain.loads or iteration.position is not None:
             loader = self._loaders.get(iteration, dataset)
-        metrics = ChainRun(NodeCalls(runtime, iteration, loader), self._past_iterations).run(chain)
+        calls = NodeCalls(runtime, iteration, loader)
+        metrics = ChainRun(calls, self._past_iterations).run(chain)
         if self._meter is not None:
             self._meter.iteration(str(iteration.phase), metrics)
         self._report(
@@ -363,7 +364,9 @@ class DAGWorker(WorkerPlugin):
         """Return the roles with a state, among those built when they are used, that a node has
         asked for.
         """
-        return models_used(self._built.resources if self._built else {})
+        if self._built is None:
+            return []
+        return models_used(self._built.resources)
 
     async def _watch_scheduler(self) -> None:
         """Stop the run and free its memory once the scheduler answers no heartbeat: nobody else
@@ -399,7 +402,8 @@ class DAGWorker(WorkerPlugin):
     def _free(self) -> None:
         """Free everything that ``start`` built."""
         self.bind_device()
-        close_roles(self._built.resources if self._built else {})
+        if self._built is not None:
+            close_roles(self._built.resources)
         self._built = None
         self._close_connections()
         if self._started:  # otherwise the groups in this process may be another run's

@@ -84,8 +84,10 @@ class NodeCalls:
             self._enable_hand_over(context, node)
             profile = self.runtime.profiling.of(node, self.iteration, context.rank)
             early_work = self.early_work.pop(node.name, nullcontext())
-            with profile, early_work as context.begun:
-                return checked(node, columns, table, node.fn(context, table))
+            with profile, early_work as begun:
+                context.begun = begun
+                output = node.fn(context, table)
+                return checked(node, columns, table, output)
 
     def cancel_early_work(self) -> None:
         """Cancel the work of nodes that have begun with finished rows and are never called."""
@@ -111,19 +113,19 @@ class NodeCalls:
         """Return the metrics and the dataloader's position at this moment, for a table that is
         saved now.
         """
-        return StepProgress(self.metrics, self.loader.position if self.loader else None)
+        position = None if self.loader is None else self.loader.position
+        return StepProgress(self.metrics, position)
 
     def join_inputs(self, inputs: Sequence[Input]) -> pa.Table:
         """Return one table with the columns of all inputs, sorted by row id; values that rows
         share are not copied.
         """
-        table = _join(
-            [self.tables[item.table].select(item.columns) for item in inputs if not item.by_group]
-        )
-        for item in inputs:
-            if item.by_group:
-                names = [name for name in item.columns if name not in IDENTITY]
-                table = with_values_of_groups(table, self.tables[item.table], names, item.table)
+        by_row = [item for item in inputs if not item.by_group]
+        by_group = [item for item in inputs if item.by_group]
+        table = _join([self.tables[item.table].select(item.columns) for item in by_row])
+        for item in by_group:
+            names = [name for name in item.columns if name not in IDENTITY]
+            table = with_values_of_groups(table, self.tables[item.table], names, item.table)
         return table
 
     def context(self, role: str) -> Context:
@@ -152,9 +154,8 @@ class NodeCalls:
         context = self.context(node.role)
         context.agent = node.agent
         context.node = node.name
-        context.state = runtime.node_state.setdefault(
-            f"{self.iteration.phase.counts_as}/{node.name}", {}
-        )
+        state_key = f"{self.iteration.phase.counts_as}/{node.name}"
+        context.state = runtime.node_state.setdefault(state_key, {})
         context.put_aside = partial(
             write_nonfinite_rows, runtime.run_url, node.name, self.iteration.step, context.rank
         )
@@ -188,9 +189,9 @@ class NodeCalls:
         column that the node declares is missing.
         """
         early = node.contract.early
-        if missing := [
-            name for name in (ROW_ID, GROUP_ID, *early) if name not in rows.column_names
-        ]:
+        expected = (ROW_ID, GROUP_ID, *early)
+        missing = [name for name in expected if name not in rows.column_names]
+        if missing:
             raise NodeError(
                 f"node {node.name!r} handed over rows without {missing}: it declares "
                 f"early={list(early)}"
@@ -280,8 +281,9 @@ def _join(tables: list[pa.Table]) -> pa.Table:
 
 def _sorted(table: pa.Table) -> pa.Table:
     ids = table[ROW_ID].combine_chunks().to_numpy()
-    is_sorted = (ids[1:] >= ids[:-1]).all()
-    return table if is_sorted else rows_at(table, np.argsort(ids, kind="stable"))
+    if (ids[1:] >= ids[:-1]).all():
+        return table
+    return rows_at(table, np.argsort(ids, kind="stable"))
 
 
 def checked(node: Node, columns: Sequence[str], table: pa.Table, output: object) -> pa.Table:
@@ -293,18 +295,19 @@ def checked(node: Node, columns: Sequence[str], table: pa.Table, output: object)
             f"node {node.name!r} gave a {type(output).__name__}: expected a pyarrow Table"
         )
     contract = node.contract
-    declared = {name: TYPES[name] for name in IDENTITY} | {
-        field.name: field.type for field in contract.writes
-    }
+    declared = {name: TYPES[name] for name in IDENTITY}
+    declared.update({field.name: field.type for field in contract.writes})
     known = set(declared)
     if contract.passes:
         known.update(table.column_names)
-    if undeclared := [name for name in output.column_names if name not in known]:
+    undeclared = [name for name in output.column_names if name not in known]
+    if undeclared:
         raise NodeError(
             f"node {node.name!r} gave columns it does not declare: {undeclared}; add them to its "
             "writes"
         )
-    if missing := [name for name in columns if name not in output.column_names]:
+    missing = [name for name in columns if name not in output.column_names]
+    if missing:
         raise NodeError(
             f"node {node.name!r} did not give {missing} (it gave {output.column_names})"
         )
@@ -333,8 +336,8 @@ def _has_same_rows(table: pa.Table, output: pa.Table) -> bool:
 
 
 def _check_groups(node: Node, table: pa.Table, output: pa.Table) -> None:
-    """Raise NodeError for rows of groups that a node had none of, and for several rows of one
-    where one row came in.
+    """Raise NodeError for an output row of a group that no input row is of, and for several output
+    rows of a group that one input row is of, unless the node declares ``expand``.
     """
     groups = output[GROUP_ID].to_numpy()
     input_groups = table[GROUP_ID].to_numpy()
@@ -357,4 +360,6 @@ def _check_groups(node: Node, table: pa.Table, output: pa.Table) -> None:
 def _with_large_offsets(table: pa.Table) -> pa.Table:
     """Return the table with offsets of 64 bits; values are not copied."""
     schema = make_schema({field.name: field.type for field in table.schema})
-    return table if table.schema.types == schema.types else table.cast(schema)
+    if table.schema.types == schema.types:
+        return table
+    return table.cast(schema)

@@ -110,9 +110,8 @@ class RunSpec:
         memory = config.cluster.device_memory
         return RunSpec(
             run=uuid.uuid4().hex[:12],
-            url=absolute(
-                config.run.url
-            ),  # a worker of an existing cluster may run in another folder
+            # a worker of an existing cluster may run in another folder
+            url=absolute(config.run.url),
             seed=config.run.seed,
             members=members,
             phases=serialize_phases(phases),
@@ -170,7 +169,8 @@ def serialize_phases(phases: Phases) -> bytes:
     with _by_value(_own_modules()):
         try:
             return dumps((inputs, specs))
-        except Exception as error:  # an object of the user's may raise anything when it is pickled
+        except Exception as error:
+            # an object of the user's may raise anything when it is pickled
             raise PlanError(
                 "the nodes and roles cannot be sent to the workers: a function, an option or a "
                 f"module of yours that they use cannot be pickled: {type(error).__name__}: {error}"
@@ -223,7 +223,8 @@ def _own_modules() -> list[ModuleType]:
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script:
         folders.add(Path(script).resolve().parent)
-    return [module for name, module in list(sys.modules.items()) if _is_own(name, module, folders)]
+    imported = list(sys.modules.items())
+    return [module for name, module in imported if _is_own(name, module, folders)]
 
 
 def _is_own(name: str, module: ModuleType, folders: Collection[Path]) -> bool:

@@ -58,7 +58,8 @@ def run(link: Stream, calls: NodeCalls) -> None:
     if link.edge is None:
         index = next(produced)
         items = produced if as_tensors else check_order(index, produced, link.source.name)
-        _run_sink(link, calls, RowStream(index, items), clock, as_tensors=as_tensors)
+        stream = RowStream(index, items)
+        _run_sink(link, calls, stream, clock, as_tensors=as_tensors)
     elif broadcast is not None:
         edge = _stream_edge(link.edge, calls)
         if link.gives:
@@ -67,14 +68,14 @@ def run(link: Stream, calls: NodeCalls) -> None:
             sent = broadcast.send(index, produced, partial(_waiting, edge, clock))
             calls.context("").log("bytes/broadcast", sent, Reduce.SUM)
         else:
-            _run_sink(
-                link, calls, _receive_broadcast(edge, broadcast, clock), clock, as_tensors=True
-            )
+            stream = _receive_broadcast(edge, broadcast, clock)
+            _run_sink(link, calls, stream, clock, as_tensors=True)
     else:
         edge = _stream_edge(link.edge, calls)
         published = publish_each(produced, edge, clock)
         if link.takes:
-            _run_sink(link, calls, receive_tables(edge, published, clock), clock, as_tensors=False)
+            stream = receive_tables(edge, published, clock)
+            _run_sink(link, calls, stream, clock, as_tensors=False)
         for _ in published:
             runtime.stop.check()
     clock.log(calls.metrics)
@@ -86,11 +87,14 @@ def discard(link: Stream, calls: NodeCalls) -> None:
     clock = _clock(calls)
     edge = _stream_edge(link.edge, calls)
     broadcast = calls.runtime.broadcasts.get(link.joins)
-    stream = (
-        receive_tables(edge, iter(()), clock)
-        if broadcast is None
-        else _receive_broadcast(edge, broadcast, clock)
-    )
+    if broadcast is None:
+        _receive_rest(receive_tables(edge, iter(()), clock), calls)
+    else:
+        _receive_rest(_receive_broadcast(edge, broadcast, clock), calls)
+
+
+def _receive_rest(stream: RowStream, calls: NodeCalls) -> None:
+    """Receive and drop the tables of a stream that are left: its sources wait for their acks."""
     for _ in stream.tables:
         calls.runtime.stop.check()
 
@@ -115,7 +119,8 @@ def _receive_broadcast(edge: StreamEdge, broadcast: Broadcast, clock: Clock) -> 
     """Return a stream whose index travels along the edge and whose tensors are broadcast."""
     with _waiting(edge, clock):
         index = edge.wait_for(edge.request(0))
-    return RowStream(index, broadcast.receive(index, partial(_waiting, edge, clock)))
+    tensors = broadcast.receive(index, partial(_waiting, edge, clock))
+    return RowStream(index, tensors)
 
 
 @contextmanager
@@ -168,8 +173,7 @@ def _run_sink(
         load = sink.tensors if as_tensors else sink.tables
         assert load is not None
         load(calls.node_context(node), stream)
-        for _ in stream.tables:
-            calls.runtime.stop.check()
+        _receive_rest(stream, calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,19 +189,15 @@ class StreamEdge:
 
     def publish(self, number: int, table: pa.Table) -> None:
         """Publish table ``number`` of the stream."""
-        wait_for(
-            self.databuffer.publish(self.edge, self.iteration, table, number), self.loop, self.stop
-        )
+        publishing = self.databuffer.publish(self.edge, self.iteration, table, number)
+        wait_for(publishing, self.loop, self.stop)
         self.progress.beat()
 
     def wait_until_acked(self, number: int) -> None:
         """Wait until every sink has acknowledged table ``number``."""
         with self.progress.waiting("acks"):
-            wait_for(
-                self.databuffer.wait_until_acked(self.edge, self.iteration, number),
-                self.loop,
-                self.stop,
-            )
+            acked = self.databuffer.wait_until_acked(self.edge, self.iteration, number)
+            wait_for(acked, self.loop, self.stop)
 
     def request(self, number: int) -> Future[pa.Table]:
         """Begin to pull table ``number``."""
@@ -211,8 +211,8 @@ class StreamEdge:
 
 
 class Clock:
-    """Sums seconds by name; time under an inner name does not count for the outer one. All of
-    them are recorded.
+    """Sums the seconds spent under each name, and records them as spans of the trace. Time under
+    an inner name does not count for the outer one.
     """
 
     def __init__(
@@ -235,9 +235,8 @@ class Clock:
 
     def moving(self, name: str, what: str = "weights") -> AbstractContextManager[Span]:
         """Count the time inside under the name of an edge."""
-        return self._counted(
-            name, self._trace.span(Lane.TRANSFER, what, name, sequence=self._sequence)
-        )
+        span = self._trace.span(Lane.TRANSFER, what, name, sequence=self._sequence)
+        return self._counted(name, span)
 
     @contextmanager
     def _counted(self, name: str, span: Span) -> Iterator[Span]:

@@ -86,7 +86,12 @@ def test_prompts_are_counted_with_their_images_and_what_cannot_be_is_left_out(
 
 
 def loaded(plan):
-    return {name for stage in plan.stages.values() if not stage.node.after for name in stage.needed}
+    return {
+        name
+        for node_columns in plan.flow.values()
+        if not node_columns.node.after
+        for name in node_columns.needed
+    }
 
 
 def test_a_run_of_texts_loads_no_column_that_is_called_images_and_stores_it_nowhere(
@@ -100,12 +105,14 @@ def test_a_run_of_texts_loads_no_column_that_is_called_images_and_stores_it_nowh
     ):
         plan, _ = planned(tmp_path, folder, FILES, text, config=config)[1]
         assert "images" not in loaded(plan)
-        assert not any("images" in stage.reads for stage in plan.stages.values())
+        assert not any("images" in node_columns.reads for node_columns in plan.flow.values())
     asked, _ = planned(
         tmp_path, folder, FILES, "images.column=null", "nodes.reward.with.columns=[images]"
     )[1]
     assert "images" in loaded(asked)
-    assert {name for name, stage in asked.stages.items() if "images" in stage.reads} == {"reward"}
+    assert {
+        name for name, node_columns in asked.flow.items() if "images" in node_columns.reads
+    } == {"reward"}
 
 
 def test_environments_that_show_images_need_a_node_that_plays_with_them(tmp_path, folder):
@@ -115,7 +122,9 @@ def test_environments_that_show_images_need_a_node_that_plays_with_them(tmp_path
         planned(tmp_path, folder, FILES, "images.observations=true")
     given = ("images={column: null, observations: true}", "run.steps=1")
     _, (plan, _) = planned(tmp_path, folder, FILES, *given, config="quickstart_turns.yaml")
-    assert {name for name, stage in plan.stages.items() if "observed_images" in stage.reads} == {
+    assert {
+        name for name, node_columns in plan.flow.items() if "observed_images" in node_columns.reads
+    } == {
         "old_logprobs",
         "update",
     }

@@ -99,8 +99,8 @@ def test_rows_lie_as_their_node_wants_them_whether_they_were_moved_or_left(plan,
     cluster = ran(plan, seed)
     for node in plan.dag.nodes:
         if node.rows in (Rows.GROUPED, Rows.BALANCED):
-            workers, stage = plan.placement[node.role], plan.stages[node.name]
-            by_minibatch = node.rows is Rows.BALANCED and MINIBATCH in stage.needed
+            workers, node_columns = plan.placement[node.role], plan.flow[node.name]
+            by_minibatch = node.rows is Rows.BALANCED and MINIBATCH in node_columns.needed
             again = Edge(
                 "here", "there", workers, workers, node.rows, by_minibatch, make_schema({}), "here"
             )
@@ -123,10 +123,12 @@ def test_what_is_kept_is_the_whole_output_once(plan, seed):
             assert sorted(parts) == list(range(len(parts)))
             rows = [(row, values) for _, part in parts.values() for row, values in part.items()]
             assert sorted(row for row, _ in rows) == sorted(expected[node.name][1])
-            stage = plan.stages[node.name]
-            shared = {c.name for c in stage.produced.values() if c.of_groups and is_blob(c.type)}
-            left_out = set(stage.produced) - set(stage.outputs)
-            assert left_out <= (set() if stage.one_a_group or node.save_blobs else shared)
+            node_columns = plan.flow[node.name]
+            shared = {
+                c.name for c in node_columns.produced.values() if c.of_groups and is_blob(c.type)
+            }
+            left_out = set(node_columns.produced) - set(node_columns.outputs)
+            assert left_out <= (set() if node_columns.one_a_group or node.save_blobs else shared)
             for row, values in expected[node.name][1].items():
                 assert dict(rows)[row] == {
                     name: value for name, value in values.items() if name not in left_out
@@ -209,7 +211,7 @@ def test_a_blob_is_only_where_it_is_used_and_comes_from_where_it_was(plan):
             if isinstance(link, RunNode) and link.node.after:
                 types = {
                     name: column.type
-                    for name, column in plan.stages[link.node.name].available.items()
+                    for name, column in plan.flow[link.node.name].available.items()
                 }
                 blobs = [
                     name for item in link.inputs for name in item.columns if is_blob(types[name])
@@ -271,7 +273,8 @@ def test_a_plan_is_no_larger_than_its_dag(plan):
     """
     parents = sum(len(node.after) for node in plan.dag.nodes)
     from_above = sum(
-        len(set(stage.sources.values()) - set(stage.node.after)) for stage in plan.stages.values()
+        len(set(node_columns.sources.values()) - set(node_columns.node.after))
+        for node_columns in plan.flow.values()
     )
     guides = len(plan.dag.nodes)
     assert len(plan.edges) <= parents + from_above + guides

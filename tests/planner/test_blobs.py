@@ -125,8 +125,8 @@ def test_a_node_that_does_not_read_an_image_is_left_out():
     assert carriers(plan) == {"paint->reads"}
     edges = {edge.name: edge for edge in plan.edges}
     assert edges["paint->reads"].guide == edges["further->reads"].guide == "further"
-    assert "image" not in plan.stages["between"].needed
-    assert "image" not in plan.stages["between"].outputs
+    assert "image" not in plan.flow["between"].needed
+    assert "image" not in plan.flow["between"].outputs
 
 
 def test_in_place_the_table_that_has_the_image_waits_for_its_reader():
@@ -287,6 +287,6 @@ def test_the_same_comes_out_as_if_images_went_from_node_to_node(
     assert found == expected
     assert found["same"].to_pylist() == [True] * 12
     assert all(image == bytes([len(image)]) * len(image) for image in found["image"].to_pylist())
-    if "between" in straight.stages:
-        assert "image" in along.stages["between"].needed
-        assert "image" not in straight.stages["between"].needed
+    if "between" in straight.flow:
+        assert "image" in along.flow["between"].needed
+        assert "image" not in straight.flow["between"].needed

@@ -75,8 +75,8 @@ def test_a_blob_goes_by_group_from_the_table_above_the_expansion(make):
     assert carriers(plan) == {"paint->look by group", "paint->learn by group"}
     edges = {edge.name: edge for edge in plan.edges}
     assert edges["paint->look by group"].guide == "sample"
-    assert "images" not in plan.stages["sample"].outputs
-    assert "images" not in plan.stages["look"].outputs
+    assert "images" not in plan.flow["sample"].outputs
+    assert "images" not in plan.flow["look"].outputs
 
 
 def test_a_reader_in_another_layout_fetches_only_groups_that_have_not_come():
@@ -143,8 +143,8 @@ def test_a_plan_shows_groups_and_counts_their_bytes_once_a_worker():
 
 
 def test_a_saved_table_has_no_blobs_that_rows_share_unless_it_is_told_to():
-    assert "images" not in planned(blob_dag()).stages["look"].outputs
-    told = planned(blob_dag().replace("look", save_blobs=True)).stages["look"]
+    assert "images" not in planned(blob_dag()).flow["look"].outputs
+    told = planned(blob_dag().replace("look", save_blobs=True)).flow["look"]
     assert told.shared_blobs == ("images",)
     with pytest.raises(PlanError, match="save_blobs=True: expected true or false, and save_as"):
         blob_dag().replace("learn", save_blobs=True)

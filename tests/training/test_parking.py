@@ -85,7 +85,7 @@ def weights_on_device(trainer):
 
 
 def state_on_device(trainer):
-    held = [trainer._learner.gradients, *trainer._learner.kept()]
+    held = [trainer._learner.gradients, *trainer._learner.state_tensors()]
     return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
 

@@ -141,8 +141,8 @@ def test_the_table_travels_whole_only_where_a_node_loads_while_it_runs(source):
     assert (streamed.streams, whole.streams) == ({"give": "take"}, {})
     (link,) = [link for link in whole.chains["w0"].links if isinstance(link, Lagged)]
     assert [type(inner) for inner in link.links[:2]] == [Recv, RunNode]
-    give, take = (whole.stages[name] for name in ("give", "take"))
-    reason = why_no_broadcast(give, take, whole.placement, whole.streams, whole.stages)
+    give, take = (whole.flow[name] for name in ("give", "take"))
+    reason = why_no_broadcast(give, take, whole.placement, whole.streams, whole.flow)
     assert "while it generates (rollout.in_flight)" in reason
     (link,) = [link for link in streamed.chains["w0"].links if isinstance(link, Lagged)]
     assert [type(inner) for inner in link.links] == [Stream]

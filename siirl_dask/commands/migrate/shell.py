@@ -242,10 +242,10 @@ def _questions(ways: list[_Way], calls: list[ShellCall]) -> list[str]:
             )
         else:
             name = symbol.variable if symbol.variable else symbol.source
-            told = f"; give {name}=value after the file" if symbol.variable else ""
+            advice = f"; give {name}=value after the file" if symbol.variable else ""
             sentences.append(
                 f"{name} (line {symbol.line}) is what `{symbol.source}` prints, and options turn "
-                f"on it (line {where}): {known_choices}{told}"
+                f"on it (line {where}): {known_choices}{advice}"
             )
     return sentences
 

@@ -22,15 +22,17 @@ def steps_between(text: str) -> range:
     ArgumentTypeError for any other text, and where the first step comes after the last.
     """
     first, colon, last = text.partition(":")
-    if not all(
-        part.isdecimal() or (colon and not part) for part in (first, last if colon else first)
-    ):
+    ends = [first, last] if colon else [first]
+    given = [end for end in ends if end or not colon]  # on a side of the colon none is needed
+    if not all(end.isdecimal() for end in given):
         raise ArgumentTypeError(
             f"{text!r}: expected A:B or one step, such as 10:20, 10:, :20 or 10"
         )
     if not colon:
         return one_step(first)
-    steps = range(int(first or 0), int(last) + 1 if last else sys.maxsize)
+    start = int(first) if first else 0
+    stop = int(last) + 1 if last else sys.maxsize
+    steps = range(start, stop)
     if not steps:
         raise ArgumentTypeError(f"{text!r}: the first step comes after the last")
     return steps

@@ -261,8 +261,8 @@ def _memory(found: Analysis) -> str:
     recorded = any(group.bytes.measured is not None for group in found.memory)
     title = "Memory of a worker: at most, and the most that its process had at the end of a node"
     missing = "" if recorded else "; this run did not record it"
-    told = "What an accelerator holds, and peaks within a node, are not measured."
-    return f"{title}{missing}\n{table(('workers', 'roles', 'at most', 'measured', 'ratio'), rows)}\n{told}"
+    note = "What an accelerator holds, and peaks within a node, are not measured."
+    return f"{title}{missing}\n{table(('workers', 'roles', 'at most', 'measured', 'ratio'), rows)}\n{note}"
 
 
 def _splits(config: Config, found: Analysis, device: str | None) -> str:

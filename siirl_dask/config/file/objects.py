@@ -83,10 +83,11 @@ def _with_yaml_values(value: Any, name: str, key: str) -> Any:
     """Return plain data with the texts that YAML has for paths and members of enums."""
     match value:
         case Mapping():
-            return {
-                str(inner): _with_yaml_values(item, name, f"{key}.{inner}" if key else str(inner))
-                for inner, item in value.items()
-            }
+            plain = {}
+            for inner, item in value.items():
+                path = f"{key}.{inner}" if key else str(inner)
+                plain[str(inner)] = _with_yaml_values(item, name, path)
+            return plain
         case list() | tuple():
             return [_with_yaml_values(item, name, f"{key}[{at}]") for at, item in enumerate(value)]
         case Enum():

@@ -160,10 +160,11 @@ class Arena:
         """Bytes of blocks that somebody still refers to."""
         with self._lock:
             self._collect()
-            return sum(
-                s.size - _HEADER - sum(stop - start for start, stop in s.free)
-                for s in self._segments
-            )
+            in_use = 0
+            for segment in self._segments:
+                free = sum(stop - start for start, stop in segment.free)
+                in_use += segment.size - _HEADER - free
+            return in_use
 
     @property
     def held(self) -> int:

@@ -204,16 +204,18 @@ def concat_slices(
     """Return one column out of slices of several, without copying: a piece is (destinations,
     positions, column), and row ``positions[i]`` of its column goes to ``destinations[i]``.
     """
+    counts = [len(positions) for _, positions, _ in pieces]
     order = np.argsort(np.concatenate([destinations for destinations, _, _ in pieces]))
     rows = np.concatenate([positions for _, positions, _ in pieces])[order]
-    piece = np.repeat(np.arange(len(pieces)), [len(positions) for _, positions, _ in pieces])[order]
-    # a slice ends where its rows do not go on
-    breaks = (rows[1:] != rows[:-1] + 1) | (piece[1:] != piece[:-1])
-    starts = np.flatnonzero(np.concatenate(([True], breaks)))
-    ends = np.append(starts[1:], len(rows))
+    piece = np.repeat(np.arange(len(pieces)), counts)[order]
+    # a slice ends where the next row is not the one behind it in the same piece
+    is_next_row = rows[1:] == rows[:-1] + 1
+    is_same_piece = piece[1:] == piece[:-1]
+    begins = np.concatenate(([True], ~(is_next_row & is_same_piece)))
+    starts = np.flatnonzero(begins)
+    lengths = np.append(starts[1:], len(rows)) - starts
     chunks: list[pa.Array] = []
-    for index, row, count in zip(
-        piece[starts].tolist(), rows[starts].tolist(), (ends - starts).tolist(), strict=True
-    ):
-        chunks += pieces[index][2].slice(row, count).chunks
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        _, _, column = pieces[piece[start]]
+        chunks += column.slice(int(rows[start]), length).chunks
     return pa.chunked_array(chunks, kind)

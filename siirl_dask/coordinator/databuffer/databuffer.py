@@ -3,18 +3,32 @@ those it needs next.
 
 A row's way from the worker that made it to the worker that needs it:
 
-| step | what happens | module | |---|---|---| | publish | the source stores its table under an
-immutable key; nothing is sent | ``published``, shared rows: ``lend`` | | gather | the target learns
-the statistics of all rows: id, group, tokens | ``allgather`` | | assign | it computes, as every
-target does, which rows are its own and who has them | ``shares``, ``layout`` | | lengths | it
-learns how long its rows are, mostly along with the statistics | ``row_lengths`` | | early | rows
-that a source has finished while it makes others may have arrived before that | ``early`` | | relay
-| one target of a host takes replicated rows over the link, its neighbours from it | ``relay`` | |
-lay out | it allocates its result, each row in its final place | ``receive_buffer``, ``arena`` | |
-fetch | it asks each source, which writes the rows there or sends them | ``pull``, ``serve``,
-``ragged`` | | read | rows that a source of its host shares stay where they are | ``borrow`` | | by
-group | blobs are fetched once for each group of its rows, if they are not here already |
-``group_pull`` | | ack | it acks the rows at their sources, which free them | ``acks`` |
+publish
+    The source stores its table under an immutable key; nothing is sent (``published``; shared
+    rows: ``lend``).
+gather
+    The target learns the statistics of all rows: id, group, tokens (``allgather``).
+assign
+    The target computes, as every target does, which rows are its own and who has them (``shares``,
+    ``layout``).
+lengths
+    The target learns how long its rows are, mostly along with the statistics (``row_lengths``).
+early
+    Rows that a source has finished while it makes others may have arrived before that (``early``).
+relay
+    One target of a host takes replicated rows over the link, its neighbours from it (``relay``).
+lay out
+    The target allocates its result, each row in its final place (``receive_buffer``, ``arena``).
+fetch
+    The target asks each source, which writes the rows there or sends them (``pull``, ``serve``,
+    ``ragged``).
+read
+    Rows that a source of the same host shares stay where they are (``borrow``).
+by group
+    Blobs are fetched once for each group of the target's rows, if they are not here already
+    (``shares``).
+ack
+    The target acks the rows at their sources, which free them (``published``).
 
 Requests between workers go through ``transport``. All of them but the ack are reads, which can be
 repeated.
@@ -90,7 +104,9 @@ class Databuffer:
             check_types(edge.schema)
         self._run = run
         self._worker = worker
-        self._expected = ExpectedKeys(run, edges, Window(_AHEAD) if window is None else window)
+        if window is None:
+            window = Window(_AHEAD)
+        self._expected = ExpectedKeys(run, edges, window)
         self._limits = BufferLimits() if limits is None else limits
         self._slots = PublishedSlots()
         self._statistics_tree = StatisticsTree(worker, transport, self._own_statistics)
@@ -167,7 +183,9 @@ class Databuffer:
         if edge.by_group:
             table = one_of_each_group(table)
         statistics = row_statistics(table, edge.sources.index(self._worker))
-        moving = _as_declared(table, edge.schema) if edge.moves and table.num_rows else None
+        moving = None
+        if edge.moves and table.num_rows:
+            moving = _as_declared(table, edge.schema)
         acks = table.num_rows * count_takers(self._worker, edge, self._hosts)
         published = Published(statistics, moving, unacked=acks)
         key = self.key(edge, iteration, part)
@@ -197,20 +215,16 @@ class Databuffer:
         """Make a published table available to peers; ``shared``: in memory that they can map, if
         that pays.
         """
-        if (
-            published.table is not None
-            and published.nbytes + self.unacked_bytes > self._limits.memory // 4
-        ):
-            on_disk, mapping = await asyncio.to_thread(
-                spill, published.table, self._limits.spill_folder
-            )
-            published.table = on_disk
-            published.spilled = mapping
-        elif published.table is not None and shared:
-            await self._copy_threads.run(
-                published.nbytes, published.share, self.arena, self._limits.share_from
-            )
-        if published.table is not None:
+        table = published.table
+        if table is not None:
+            if published.nbytes + self.unacked_bytes > self._limits.memory // 4:
+                on_disk, mapping = await asyncio.to_thread(spill, table, self._limits.spill_folder)
+                published.table = on_disk
+                published.spilled = mapping
+            elif shared:
+                await self._copy_threads.run(
+                    published.nbytes, published.share, self.arena, self._limits.share_from
+                )
             # Split its columns up now: no peer waits for that yet, and no two threads can do it at
             # once.
             await self._copy_threads.run(published.bytes_in_chunks, published.ragged_columns)
@@ -268,11 +282,12 @@ class Databuffer:
             if part is not None:
                 self._puller.acks.flush()  # the source makes the next part when this one is acked
             return table
-        except (PeerError, DataError) as error:
-            kind = next(
-                kind for kind in (SilentPeer, PeerError, DataError) if isinstance(error, kind)
-            )
-            raise kind(f"{iteration}: {error}") from error
+        except SilentPeer as error:  # a PeerError that must stay one of a silent peer
+            raise SilentPeer(f"{iteration}: {error}") from error
+        except PeerError as error:
+            raise PeerError(f"{iteration}: {error}") from error
+        except DataError as error:
+            raise DataError(f"{iteration}: {error}") from error
 
     async def handle(self, request: Request) -> Reply:
         """Answer a peer, as soon as this worker has published what is asked for.
@@ -299,7 +314,8 @@ class Databuffer:
                 f"refused {request.op!r} of {len(positions)} rows of edge {request.key.edge}"
             )
         if request.op == Op.ROW_LENGTHS:
-            return Reply({}, list(map(pack_ints, published.group_lengths(positions))))
+            lengths = published.group_lengths(positions)
+            return Reply({}, [pack_ints(lengths_of_group) for lengths_of_group in lengths])
         return await self._row_server.fetch(published, positions, request.body)
 
     async def wait_for_acks(self) -> None:
@@ -356,9 +372,8 @@ class Databuffer:
             return GatheredStatistics(published.statistics)
         source = edge.sources.index(self._worker)
         max_bytes = self._limits.inline_lengths // len(edge.sources)
-        return GatheredStatistics(
-            published.statistics, {source: published.row_lengths(source, max_bytes)}
-        )
+        lengths = published.row_lengths(source, max_bytes)
+        return GatheredStatistics(published.statistics, {source: lengths})
 
     def _take_acks(self, acks: object) -> Reply:
         """Count a peer's acks. Those for an iteration that is forgotten are ignored: its rows
@@ -372,5 +387,8 @@ class Databuffer:
 
 
 def _as_declared(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the columns of ``schema``, in its types."""
     table = table.select(schema.names)
-    return table if table.schema.equals(schema) else table.cast(schema)
+    if table.schema.equals(schema):
+        return table
+    return table.cast(schema)

@@ -79,13 +79,13 @@ def share(table: pa.Table, arena: Arena, min_row_bytes: int) -> tuple[pa.Table, 
         chunks = _ragged_chunks(name, table)
         if chunks is not None:
             ragged[name] = chunks
-    sizes = {name: sum(_size(chunk) for chunk in chunks) for name, chunks in ragged.items()}
-    others = table.select(
-        [name for name in table.column_names if name not in ragged and name not in IDENTITY]
-    )
+    sizes = {}
+    for name, chunks in ragged.items():
+        sizes[name] = sum(_size(chunk) for chunk in chunks)
     if not ragged or sum(sizes.values()) < min_row_bytes * table.num_rows * len(ragged):
         return None
-    packed = pack_others(others)
+    known = (*ragged, *IDENTITY)
+    packed = pack_others(table.select([name for name in table.column_names if name not in known]))
     *column_starts, others_start, end = _places(0, [*sizes.values(), len(packed)])
     block = arena.allocate(end)
     if block.segment.handle is None:

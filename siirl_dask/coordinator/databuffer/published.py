@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from pyarrow import ipc
 
@@ -42,6 +41,11 @@ from siirl_dask.errors import PeerError, SiirlError
 from siirl_dask.schema import IDENTITY, with_large_offsets
 from siirl_dask.tables import Ints
 
+logger = logging.getLogger("siirl_dask.coordinator")
+_ACK_DELAY = 0.1
+"""Seconds: acks of one source share a message, and none is sent while other workers wait for
+rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
@@ -66,19 +70,21 @@ class _Columns:
             name: _in_one_piece(table[name]) for name in table.column_names if name not in IDENTITY
         }
         ragged = {name: column for name, column in columns.items() if column is not None}
-        groups: dict[
-            bytes, int
-        ] = {}  # lengths and starts themselves are the key: where both are equal, one group
-        keys = {name: np.concatenate([c.lengths, c.starts]).tobytes() for name, c in ragged.items()}
-        group_of = {name: groups.setdefault(key, len(groups)) for name, key in keys.items()}
-        lengths = []
-        starts = []
-        for key in groups:
-            both = np.frombuffer(key, np.int64)
-            lengths.append(both[: table.num_rows])
-            starts.append(both[table.num_rows :])
+        group_of: dict[str, int] = {}
+        lengths: list[Ints] = []
+        starts: list[Ints] = []
+        # columns with the same lengths and starts are one group: these bytes are the key
+        group_of_key: dict[tuple[bytes, bytes], int] = {}
+        for name, column in ragged.items():
+            key = (column.lengths.tobytes(), column.starts.tobytes())
+            if key not in group_of_key:
+                group_of_key[key] = len(group_of_key)
+                lengths.append(column.lengths)
+                starts.append(column.starts)
+            group_of[name] = group_of_key[key]
         others = [name for name in columns if name not in ragged]
-        other_row_bytes = -(-sum(table[name].nbytes for name in others) // max(1, table.num_rows))
+        other_bytes = sum(table[name].nbytes for name in others)
+        other_row_bytes = -(-other_bytes // max(1, table.num_rows))  # rounded up
         return _Columns(
             ragged=ragged,
             group_of=group_of,
@@ -103,7 +109,7 @@ class Published:
     table: pa.Table | None
     """The rows; None when none move, and once all are acked."""
     unacked: int
-    """Rows still to be acked, counted once per target when the edge replicates."""
+    """Acks still to come, a row each: a row of an edge that replicates is acked several times."""
     spilled: mmap.mmap | None = None
     """The file that the table is mapped from, when memory was short."""
     shared_table: SharedTable | None = None
@@ -237,10 +243,10 @@ class Published:
         the event loop sends, and would wait for pages of the file.
         """
         split = self._columns()
-        plans = [
-            self.copy_plan(group, positions, starts_of(lengths[positions]))
-            for group, lengths in enumerate(split.lengths)
-        ]
+        plans = []
+        for group, lengths in enumerate(split.lengths):
+            targets = starts_of(lengths[positions])  # one row after the other
+            plans.append(self.copy_plan(group, positions, targets))
         frames: list[memoryview | Pieces] = []
         for name in columns:
             column = split.ragged[name]
@@ -272,23 +278,21 @@ class Published:
         """
         split = self._columns()
         try:
-            segments = [attachments.attach(unpack_handle(handle)) for handle in target["handles"]]
-            starts = [
-                unpack_ints(group, 2**48, 2**40)[: len(positions)] for group in target["starts"]
-            ]
+            handles = [unpack_handle(handle) for handle in target["handles"]]
+            segments = [attachments.attach(handle) for handle in handles]
+            packed_starts = target["starts"]
+            starts = [unpack_ints(group, 2**48, 2**40)[: len(positions)] for group in packed_starts]
             plans: dict[tuple[int, int], CopyPlan] = {}
             for name, (segment, base, target_group) in zip(columns, target["columns"], strict=True):
                 column = split.ragged[name]
                 group = split.group_of[name]
-                if (group, target_group) not in plans:
-                    plans[group, target_group] = self.copy_plan(
-                        group, positions, starts[target_group]
-                    )
+                plan = plans.get((group, target_group))
+                if plan is None:
+                    plan = self.copy_plan(group, positions, starts[target_group])
+                    plans[group, target_group] = plan
                 if not isinstance(base, int) or base < 0:
                     raise IndexError(f"{base!r} is no place in a segment")
-                plans[group, target_group].copy(
-                    column.values, segments[segment][base:], column.width
-                )
+                plan.copy(column.values, segments[segment][base:], column.width)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise PeerError(f"refused to write rows: {error!r}") from error
         self.release_pages()
@@ -355,14 +359,9 @@ def spill(table: pa.Table, folder: str | None) -> tuple[pa.Table, mmap.mmap]:
 # Acks: shortly after a pull, sources learn which rows have arrived and may be freed.
 
 
-logger = logging.getLogger("siirl_dask.coordinator")
-# seconds: acks of one source share a message, and none is sent while other workers wait for rows
-_DELAY = 0.1
-
-
 def read_acks(acks: object) -> Iterator[tuple[int, str, int]]:
     """Yield the sequence number, the edge and the number of rows of each ack in a message.
-    PeerError for others.
+    PeerError for what is no ack.
     """
     for item in acks if isinstance(acks, list | tuple) else [acks]:
         match item:
@@ -391,7 +390,7 @@ class Acks:
             return
         self._pending.setdefault(source, []).append((key, rows))
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_DELAY, self.flush)
+            self._timer = asyncio.get_running_loop().call_later(_ACK_DELAY, self.flush)
 
     def add_and_flush(self, source: str, key: TransitionKey, rows: int) -> None:
         """Ack now that ``rows`` of a source's rows of a transition have arrived."""

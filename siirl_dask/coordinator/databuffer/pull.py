@@ -49,15 +49,13 @@ from siirl_dask.planner import Edge
 from siirl_dask.tables import Ints
 
 logger = logging.getLogger("siirl_dask.coordinator")
-# messages into a worker: each has a connection, and on a link of 10 ms none takes more than 1
-# Gbit/s
+# messages into a worker: each has a connection, which carries 1 Gbit/s over a link of 10 ms
 _IN_FLIGHT = 16
-# messages per source: one is on its way while the other is copied to its place
-_LEAST_IN_FLIGHT = 2
-# times that so many messages are in flight: the last arrive at the same time, and are copied
-# afterwards
+_LEAST_IN_FLIGHT = 2  # messages per source: one arrives while the other is copied
+# rounds of messages in flight into which a source's rows are cut: all of a round arrive at the
+# same time and are copied afterwards, so with a single round nothing would arrive meanwhile
 _ROUNDS = 2
-_LEAST_MESSAGE = 2**20  # bytes: rows are cut into no smaller ones for that
+_LEAST_MESSAGE = 2**20  # bytes: rows are cut into no smaller messages
 # rows that a source is asked to write at once: their places travel with the request
 _MAX_WRITTEN_ROWS = 2**16
 
@@ -108,19 +106,23 @@ class Puller:
         columns.
 
         Rows that arrived ``early``, by source, are not fetched again. Fetched rows are acked when
-        all of them have
-        arrived: until then every source keeps its part. Without ``ack`` the caller acks them later.
+        all of them have arrived: until then every source keeps its part. Without ``ack`` the caller
+        acks them later.
         """
         if not identity.num_rows:
             return edge.schema.empty_table()
         own_table = await self._own_table(origins, ack=ack)
         if own_table is not None:
             return own_table
-        read = [(origin, await self._shared_tables.read(edge, origin)) for origin in origins]
-        shared = [rows for _, rows in read if rows is not None]
-        fetched = await gather_or_cancel(
-            *(self._source_rows(edge, origin) for origin, rows in read if rows is None)
-        )
+        shared = []
+        remaining = []
+        for origin in origins:
+            rows_in_place = await self._shared_tables.read(edge, origin)
+            if rows_in_place is None:
+                remaining.append(origin)
+            else:
+                shared.append(rows_in_place)
+        fetched = await gather_or_cancel(*(self._source_rows(edge, one) for one in remaining))
         buffer = ReceiveBuffer(
             schema=edge.schema, identity=identity, sources=fetched, arena=self._arena, shared=shared
         )
@@ -141,8 +143,7 @@ class Puller:
         for rows in shared:
             if rows.source != self._worker:
                 self.traffic.add_shared(rows.source, rows.nbytes)
-        # acked before this: the bytes are this worker's now, and only have to be joined and
-        # validated
+        # acked already: the bytes are this worker's, and are only joined and validated
         try:
             return await self._copy_threads.run(buffer.other_bytes, buffer.table)
         except pa.ArrowException as error:  # such as text that is not UTF-8
@@ -230,17 +231,15 @@ class Puller:
         in_flight: int,
     ) -> None:
         """Put a source's rows into their places: copy what arrived early, and fetch the rest."""
-        batches = [
-            batch
-            for batch in early.get(rows.source, ())
-            if batch.frames.keys() <= rows.lengths.keys()
-        ]
+        batches = []
+        for batch in early.get(rows.source, ()):
+            if batch.frames.keys() <= rows.lengths.keys():
+                batches.append(batch)
         if not batches:
             await self._fetch(buffer, rows, in_flight)
             return
-        has_arrived = np.isin(
-            buffer.row_ids(rows), np.concatenate([batch.row_ids for batch in batches])
-        )
+        early_ids = np.concatenate([batch.row_ids for batch in batches])
+        has_arrived = np.isin(buffer.row_ids(rows), early_ids)
         missing = rows.select(np.flatnonzero(~has_arrived))
         arrived = rows.select(np.flatnonzero(has_arrived))
         # their columns that do not travel early
@@ -271,9 +270,10 @@ class Puller:
             await self._fetch_by_messages(buffer, rows, in_flight)
 
     async def _ack(self, origins: Sequence[RowOrigin], fetched: Sequence[SourceRows]) -> None:
-        """Ack the rows that are here now, for sources to free. Rows of shared tables are acked by
-        their holds instead, but for this worker's own, which count as acked at once: its table
-        keeps their memory.
+        """Ack the rows that are here now, for sources to free.
+
+        Rows of shared tables are acked by their holds instead, except for this worker's own. Those
+        count as acked at once: the table that was pulled keeps their memory.
         """
         for rows in fetched:
             if rows.source != self._worker:
@@ -354,7 +354,8 @@ class Puller:
         self, buffer: ReceiveBuffer, rows: SourceRows, request: RowRequest
     ) -> None:
         """Receive the rows of one request, long ones into their places; where the source sends the
-        first of them only, ask for the rest."""
+        first of them only, ask for the rest.
+        """
         remaining = request
         while len(remaining.rows):
             places = partial(self._places, buffer, rows, remaining)
@@ -365,10 +366,11 @@ class Puller:
                     f"worker {rows.source!r} sent {len(frames)} columns: expected "
                     f"{remaining.columns}"
                 )
-            received = zip(remaining.columns, frames, strict=True)
-            # pieces have been received where they belong
-            to_copy = {name: f for name, f in received if not isinstance(f, Pieces)}
-            nbytes = sum(map(nbytes_of, to_copy.values()))
+            to_copy: dict[str, Frame] = {}
+            for name, frame in zip(remaining.columns, frames, strict=True):
+                if not isinstance(frame, Pieces):  # pieces have been received where they belong
+                    to_copy[name] = frame
+            nbytes = sum(nbytes_of(frame) for frame in to_copy.values())
             await self._copy_threads.run(
                 nbytes, buffer.copy_frames, rows, remaining.rows[:done], to_copy
             )
@@ -385,7 +387,8 @@ class Puller:
         """Return where the frames of a reply belong. PeerError, before a byte of them has come, for
         other rows or columns than were asked for.
         """
-        done, split = self._part(rows, request, header if isinstance(header, dict) else {})
+        known_header = header if isinstance(header, dict) else {}
+        done, split = self._part(rows, request, known_header)
         if len(sizes) != split + len(request.columns):
             raise PeerError(
                 f"worker {rows.source!r} sent {len(sizes) - split} columns: expected "
@@ -440,11 +443,7 @@ class Puller:
         """Return how many of the rows a reply is about, and the number of frames before theirs."""
         done = header.get("rows")
         split = header.get("split")
-        if not (
-            isinstance(done, int)
-            and isinstance(split, int)
-            and 0 < done <= len(request.rows)
-            and split >= 0
-        ):
-            raise PeerError(f"worker {rows.source!r} gave {done!r} of {len(request.rows)} rows")
-        return done, split
+        match done, split:
+            case int(), int() if 0 < done <= len(request.rows) and split >= 0:
+                return done, split
+        raise PeerError(f"worker {rows.source!r} gave {done!r} of {len(request.rows)} rows")

@@ -278,10 +278,10 @@ def _merge(sources: Ints, targets: Ints, lengths: Ints) -> tuple[Ints, Ints, Int
     """Join rows that follow each other on both sides, which one copy can take."""
     if len(lengths) == 0:
         return sources, targets, lengths
-    joined = (sources[1:] == sources[:-1] + lengths[:-1]) & (
-        targets[1:] == targets[:-1] + lengths[:-1]
-    )
-    first = np.flatnonzero(np.concatenate(([True], ~joined)))
+    source_follows = sources[1:] == sources[:-1] + lengths[:-1]
+    target_follows = targets[1:] == targets[:-1] + lengths[:-1]
+    begins = np.concatenate(([True], ~(source_follows & target_follows)))
+    first = np.flatnonzero(begins)
     return sources[first], targets[first], np.add.reduceat(lengths, first)
 
 

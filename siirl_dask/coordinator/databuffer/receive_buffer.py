@@ -129,10 +129,10 @@ class ReceiveBuffer:
             raise PeerError(
                 f"{total} bytes of rows for this worker: more than its machine's memory"
             )
-        self._columns = {
-            name: _Column(widths[name], layout, arena.allocate(layout.elements * widths[name]))
-            for name, layout in layouts.items()
-        }
+        self._columns: dict[str, _Column] = {}
+        for name, layout in layouts.items():
+            block = arena.allocate(layout.elements * widths[name])
+            self._columns[name] = _Column(widths[name], layout, block)
 
     def copy_own(self, rows: SourceRows, published: Published) -> None:
         """Copy this worker's own rows to their places."""
@@ -142,9 +142,8 @@ class ReceiveBuffer:
             ragged, group = published.ragged_column(name)
             key = (group, id(column.layout))
             if key not in plans:
-                plans[key] = published.copy_plan(
-                    group, rows.positions, column.layout.starts[rows.destinations]
-                )
+                targets = column.layout.starts[rows.destinations]
+                plans[key] = published.copy_plan(group, rows.positions, targets)
             plans[key].copy(ragged.values, column.block.bytes, column.width)
         self.add_others(rows.destinations, published.other_columns(rows.positions))
 
@@ -187,9 +186,8 @@ class ReceiveBuffer:
         lengths = rows.lengths[name][subset]
         key = id(column.layout)
         if key not in plans:
-            plans[key] = CopyPlan(
-                starts_of(lengths), column.layout.starts[rows.destinations[subset]], lengths
-            )
+            targets = column.layout.starts[rows.destinations[subset]]
+            plans[key] = CopyPlan(starts_of(lengths), targets, lengths)
         if nbytes != plans[key].elements * column.width:
             raise PeerError(
                 f"column {name!r} came as {nbytes} bytes: its row lengths were told otherwise"
@@ -235,18 +233,16 @@ class ReceiveBuffer:
         segments: list[SharedSegment] = []
         layouts: list[_GroupLayout] = []
         columns = []
-        for column in (self._columns[name] for name in rows.wanted):
-            if column.block.segment not in segments:
-                segments.append(column.block.segment)
+        for name in rows.wanted:
+            column = self._columns[name]
+            segment = column.block.segment
+            if segment not in segments:
+                segments.append(segment)
             if column.layout not in layouts:
                 layouts.append(column.layout)
-            columns.append(
-                [
-                    segments.index(column.block.segment),
-                    column.block.offset,
-                    layouts.index(column.layout),
-                ]
-            )
+            segment_index = segments.index(segment)
+            layout_index = layouts.index(column.layout)
+            columns.append([segment_index, column.block.offset, layout_index])
         handles = [segment.handle.pack() for segment in segments if segment.handle]
         if len(handles) < len(segments):
             return None
@@ -255,21 +251,23 @@ class ReceiveBuffer:
 
     def ragged_bytes(self, rows: SourceRows, subset: Ints | slice = slice(None)) -> int:
         """Return bytes of a source's rows, or of a subset, in the variable-length columns."""
-        wanted = {name: rows.lengths[name] for name in rows.wanted}
-        # once per offset group
-        elements = {id(lengths): int(lengths[subset].sum()) for lengths in wanted.values()}
-        return sum(
-            elements[id(lengths)] * self._columns[name].width for name, lengths in wanted.items()
-        )
+        elements: dict[int, int] = {}  # by the array of lengths, which an offset group shares
+        total = 0
+        for name in rows.wanted:
+            lengths = rows.lengths[name]
+            if id(lengths) not in elements:
+                elements[id(lengths)] = int(lengths[subset].sum())
+            total += elements[id(lengths)] * self._columns[name].width
+        return total
 
     def split_into_requests(self, rows: SourceRows, max_bytes: int) -> Iterator[RowRequest]:
         """Divide a source's rows into requests of at most ``max_bytes``; a larger row is fetched
         column by column.
         """
         sizes = {name: rows.lengths[name] * self._columns[name].width for name in rows.wanted}
-        ends = np.cumsum(
-            np.sum([np.full(len(rows.positions), rows.other_row_bytes), *sizes.values()], axis=0)
-        )
+        other_sizes = np.full(len(rows.positions), rows.other_row_bytes)
+        row_sizes = np.sum([other_sizes, *sizes.values()], axis=0)
+        ends = np.cumsum(row_sizes)
         first = 0
         while first < len(rows.positions):
             before = int(ends[first - 1]) if first else 0
@@ -305,9 +303,8 @@ class ReceiveBuffer:
         """Return the result over the memory, once all rows are there. ArrowException when they
         are no such table.
         """
-        return pa.table(
-            [self._column(field.name, field.type) for field in self.schema], schema=self.schema
-        )
+        columns = [self._column(field.name, field.type) for field in self.schema]
+        return pa.table(columns, schema=self.schema)
 
     def _lay_out(self) -> dict[str, _GroupLayout]:
         """Return the layout of each variable-length column.
@@ -347,9 +344,10 @@ class ReceiveBuffer:
             buffered = pa.chunked_array([], kind)
         else:
             buffered = build_column(kind, column.layout.lengths, column.block.buffer())
-        others = [
-            (places, table[name]) for places, table in self._others if name in table.column_names
-        ]
+        others = []
+        for places, table in self._others:
+            if name in table.column_names:
+                others.append((places, table[name]))
         if any(name in rows.columns for rows in self._shared):
             return self._with_shared(name, kind, buffered, others)
         if not others:

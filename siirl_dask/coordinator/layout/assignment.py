@@ -60,24 +60,25 @@ def routes_to(worker: str, edge: Edge, hosts: Hosts) -> HostRoutes:
     targets = tuple(by_host(edge.targets, hosts)[here])
     if edge.rows is not Rows.REPLICATED or len(targets) == 1:
         return HostRoutes(targets, {})
-    away = (index for index, source in enumerate(edge.sources) if host_of(source, hosts) != here)
-    return HostRoutes(
-        targets, {source: number % len(targets) for number, source in enumerate(away)}
-    )
+    away = [index for index, source in enumerate(edge.sources) if host_of(source, hosts) != here]
+    relays = {source: number % len(targets) for number, source in enumerate(away)}
+    return HostRoutes(targets, relays)
 
 
 def count_takers(source: str, edge: Edge, hosts: Hosts) -> int:
-    """Return how many workers ack each row of a source: one where it has one owner; by group every
-    target, itself or another for it; of replicated rows every target on the source's host, and one
-    on each other host.
+    """Return how often each row of a source is acked.
+
+    Once where a row has one owner. By group, once for every target, by itself or by another one on
+    its behalf. If rows are replicated, by every target on the source's host, and by one on each
+    other host.
     """
     if edge.rows is not Rows.REPLICATED:
         return len(edge.targets) if edge.by_group else 1
     here = host_of(source, hosts)
-    return sum(
-        len(targets) if host == here else 1
-        for host, targets in by_host(edge.targets, hosts).items()
-    )
+    takers = 0
+    for host, targets in by_host(edge.targets, hosts).items():
+        takers += len(targets) if host == here else 1
+    return takers
 
 
 def near_sources(worker: str, edge: Edge, hosts: Hosts) -> NDArray[np.bool_]:
@@ -222,22 +223,21 @@ def _homes(edge: Edge, rows: EdgeStatistics) -> Ints:
 
 
 def _hosts_of_rows(edge: Edge, rows: EdgeStatistics, hosts: Hosts) -> HostsOfRows | None:
-    """Return the hosts of targets and rows; None where no choice of a target keeps more rows on
-    their host.
+    """Return the hosts of targets and rows; None where hosts make no difference to the owners.
 
-    Where no two workers share a host, a row's home says as much, and the owners are those of a run
-    on one host.
+    They make none where the targets are all on one host, or no row is on a target's host. Where no
+    two workers share a host, a row's home already says all that its host would.
     """
     workers = {*edge.targets, *edge.sources}
     targets = [host_of(worker, hosts) for worker in edge.targets]
     sources = [host_of(worker, hosts) for worker in edge.sources]
-    if (
-        len({*targets}) == 1
-        or {*targets}.isdisjoint(sources)
-        or len({*targets, *sources}) == len(workers)
-    ):
+    hosts_of_targets = set(targets)
+    hosts_of_all = dict.fromkeys((*targets, *sources))
+    if len(hosts_of_targets) == 1 or hosts_of_targets.isdisjoint(sources):
         return None
-    number = {host: index for index, host in enumerate(dict.fromkeys((*targets, *sources)))}
+    if len(hosts_of_all) == len(workers):
+        return None
+    number = {host: index for index, host in enumerate(hosts_of_all)}
     of_source = np.array([number[host] for host in sources], dtype=np.int64)
     return HostsOfRows(
         owners=np.array([number[host] for host in targets], dtype=np.int64),
@@ -381,22 +381,23 @@ def group_share(
     owner = assign_owners(guide, guide_rows, quadratic_from, hosts)
     this_worker = edge.targets.index(worker)
     targets = len(edge.targets)
+    row_count = len(edge_rows.groups)
+    # each pair of a group and a target that owns a row of the group, once
     pairs = np.unique(np.searchsorted(groups, guide_rows.groups) * targets + owner)
     taken = first[pairs // targets]
     taker = pairs % targets
-    takers = np.bincount(taken, minlength=len(edge_rows.groups))
+    takers = np.bincount(taken, minlength=row_count)
     # One target acks a row for those targets too that do not take it: the last that takes it, or
     # any if none does.
-    acks_for_others = np.arange(len(edge_rows.groups)) % targets
+    acks_for_others = np.arange(row_count) % targets
     acks_for_others[taken] = taker
     own = taken[taker == this_worker]
-    acks = np.bincount(own, minlength=len(takers)) + np.where(
-        acks_for_others == this_worker, targets - takers, 0
-    )
-    by_source = np.bincount(edge_rows.sources, weights=acks, minlength=len(edge.sources)).astype(
-        np.int64
+    own_acks = np.bincount(own, minlength=row_count)
+    other_acks = np.where(acks_for_others == this_worker, targets - takers, 0)
+    by_source = np.bincount(
+        edge_rows.sources, weights=own_acks + other_acks, minlength=len(edge.sources)
     )
     return GroupShare(
         share=PullShare.of(edge_rows, np.sort(own)),
-        acks={source: int(rows) for source, rows in enumerate(by_source) if rows},
+        acks={source: int(count) for source, count in enumerate(by_source) if count},
     )

@@ -321,17 +321,18 @@ def _rename_owners(costs: Ints, owners: int, homes: Ints, owner: Ints) -> Ints:
     """Keep the division of the items, and give each part to the owner that has most of it
     already and is still free.
     """
-    name = [NOWHERE] * owners
+    owner_of_part = [NOWHERE] * owners
     free = set(range(owners))
     for pair in _pairs_by_cost(costs, owner, owners, homes).tolist():
         part, home = divmod(pair, owners)
-        if name[part] == NOWHERE and home in free:
-            name[part] = home
+        if owner_of_part[part] == NOWHERE and home in free:
+            owner_of_part[part] = home
             free.remove(home)
-    rest = iter(sorted(free))
-    return np.array([next(rest) if home == NOWHERE else home for home in name], dtype=np.int64)[
-        owner
-    ]
+    for part, own in enumerate(owner_of_part):
+        if own == NOWHERE:
+            owner_of_part[part] = min(free)
+            free.remove(owner_of_part[part])
+    return np.array(owner_of_part, dtype=np.int64)[owner]
 
 
 def _pairs_by_cost(costs: Ints, part_of: Ints, owners: int, homes: Ints) -> Ints:

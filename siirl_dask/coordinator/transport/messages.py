@@ -112,9 +112,8 @@ class Reply:
         words.
         """
         if not isinstance(message.head, dict):
-            raise PeerError(
-                message.head if isinstance(message.head, str) else "an answer that is none"
-            )
+            refusal = message.head if isinstance(message.head, str) else "an answer that is none"
+            raise PeerError(refusal)
         return Reply(message.head, message.frames)
 
     @property

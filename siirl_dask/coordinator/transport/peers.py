@@ -118,19 +118,16 @@ class PeerTransport:
         self._carriers = carriers
         self._chosen: dict[str, Carrier] = {}  # by peer
         self._peer_timeout = peer_timeout
-        self._pending: dict[
-            str, set[asyncio.Timeout]
-        ] = {}  # the timeouts of requests that await an answer
-        self._asked: dict[
-            asyncio.Timeout, tuple[Request, float]
-        ] = {}  # what these asked for, and when
+        # the timeouts of requests that await an answer, by peer
+        self._pending: dict[str, set[asyncio.Timeout]] = {}
+        # the request of each of these, and when it was made
+        self._asked: dict[asyncio.Timeout, tuple[Request, float]] = {}
         # those that were ended because the peer answers no ping
         self._silent: set[asyncio.Timeout] = set()
         self._watched: dict[str, Callable[[str], None]] = {}
         self._pings: dict[str, asyncio.Task[None]] = {}
-        self._suspected: dict[
-            str, float
-        ] = {}  # peers that answer no ping though their process is there, since when
+        # peers that answer no ping though their process is there, since when
+        self._suspected: dict[str, float] = {}
         self._rounds: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

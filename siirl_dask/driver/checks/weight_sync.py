@@ -21,7 +21,7 @@ def check_weight_sync(config: Config, plan: Plan) -> None:
     if config.rollout.weight_sync is not WeightSync.broadcast:
         return
     for source, target in _transfers(plan):
-        reason = why_no_broadcast(source, target, plan.placement, plan.streams, plan.stages)
+        reason = why_no_broadcast(source, target, plan.placement, plan.streams, plan.flow)
         if reason:
             raise PlanError(
                 "rollout.weight_sync=broadcast, and none can bring the weights of node "
@@ -50,7 +50,7 @@ def transfer_notes(config: Config, plan: Plan) -> list[str]:
                 f"{weights} stay on their workers: each engine loads what its trainer has gathered"
             )
             continue
-        reason = why_no_broadcast(source, target, plan.placement, plan.streams, plan.stages)
+        reason = why_no_broadcast(source, target, plan.placement, plan.streams, plan.flow)
         broadcast = f"by broadcast from worker {senders[0]} to {worker_ranges(receivers, workers)}"
         if weight_sync is WeightSync.rows:
             route = "as rows: rollout.weight_sync=rows"
@@ -66,10 +66,10 @@ def transfer_notes(config: Config, plan: Plan) -> list[str]:
 
 
 def _transfers(plan: Plan) -> Iterator[tuple[NodeColumns, NodeColumns]]:
-    """Yield each stage that publishes weights, with each stage that reads them."""
-    for source in plan.stages.values():
+    """Yield each node that publishes weights, with each node that reads them."""
+    for source in plan.flow.values():
         if PARAMETER_DATA not in source.node.contract.writes.names:
             continue
-        for target in plan.stages.values():
+        for target in plan.flow.values():
             if source.node.name in (*target.node.after, *target.sources.values()):
                 yield source, target

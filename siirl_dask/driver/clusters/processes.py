@@ -114,9 +114,14 @@ def keep_ranks(ordered: Sequence[str], before: Iterable[str]) -> list[str]:
     others fill the gaps.
     """
     earlier = list(before)
-    others = iter([name for name in ordered if name not in earlier])
-    first = [name if name in ordered else next(others, None) for name in earlier]
-    return [name for name in (*first, *others) if name is not None]
+    others = [name for name in ordered if name not in earlier]
+    names = []
+    for name in earlier:
+        if name in ordered:
+            names.append(name)
+        elif others:
+            names.append(others.pop(0))
+    return [*names, *others]
 
 
 def hosts_of(members: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ DAG, model and data are not examined here, but by ``preflight``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from siirl_dask.config import ClusterConfig, Config, Engine
 from siirl_dask.context import DeviceKind
@@ -41,12 +41,7 @@ def examine(config: Config | None) -> list[DoctorFinding]:
             findings += _checked("storage", lambda: [check_storage(config.run.url)])
             findings += _checked("cluster", lambda: _cluster(config))
             findings += _checked("servers", lambda: check_servers(config))
-        kinds = [
-            kind
-            for kind in DeviceKind
-            if any(each.part.startswith(f"{kind}:") for each in findings)
-        ]
-        kind = kinds[0] if kinds else DeviceKind.CPU
+        kind = _first_kind(findings)
         return [
             *findings,
             *_checked("vllm", lambda: [judge_vllm(probe, examined.rollout.engine, kind)]),
@@ -58,6 +53,14 @@ def _topology(cluster: ClusterConfig) -> Iterable[DoctorFinding]:
     from siirl_dask.driver.doctor.topology import check_topology
 
     return check_topology(cluster)
+
+
+def _first_kind(findings: Sequence[DoctorFinding]) -> DeviceKind:
+    """Return the first kind of device that there is a finding on; CPU if there is none."""
+    for kind in DeviceKind:
+        if any(finding.part.startswith(f"{kind}:") for finding in findings):
+            return kind
+    return DeviceKind.CPU
 
 
 def _cluster(config: Config) -> Iterable[DoctorFinding]:

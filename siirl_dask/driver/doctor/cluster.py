@@ -132,12 +132,15 @@ def _judge_resources(
     fitting = sum(has_resources(one, needed) for one in there)
     if fitting >= cluster.workers:
         return ok(_RESOURCES, f"{counted(fitting, 'worker')} with {each}")
-    most = {name: max(one.get(name, 0.0) for one in there) for name in needed}
-    short = [
-        f"none has any {name}" if not amount else f"none has more than {amount:g} of {name}"
-        for name, amount in most.items()
-        if amount < needed[name]
-    ]
+    short = []
+    for name, wanted in needed.items():
+        most = max(one.get(name, 0.0) for one in there)
+        if most >= wanted:
+            continue
+        if most:
+            short.append(f"none has more than {most:g} of {name}")
+        else:
+            short.append(f"none has any {name}")
     why = f": {', '.join(short)}" if short else ""
     return fault(
         _RESOURCES,

@@ -105,9 +105,8 @@ async def _ask_all(client: Client, addresses: Sequence[str]) -> list[Report | Ex
     async def ask(address: str) -> Report | Exception:
         try:
             answers = await asyncio.wait_for(client.run(report, workers=[address]), _REPORT_TIMEOUT)
-        except (
-            Exception
-        ) as error:  # whatever an import there may raise; it may have left, or stand still
+        except Exception as error:
+            # whatever an import there may raise; it may have left, or stand still
             return error
         answer: Report = answers[address]
         return answer

@@ -121,10 +121,10 @@ class Kinds:
 
 def kinds_of(placement: Mapping[str, Sequence[int]], workers: Sequence[int]) -> dict[int, Kind]:
     """Return the kind of each worker, by its index."""
-    return {
-        worker: frozenset(role for role, placed in placement.items() if worker in placed)
-        for worker in workers
-    }
+    kinds = {}
+    for worker in workers:
+        kinds[worker] = frozenset(role for role, placed in placement.items() if worker in placed)
+    return kinds
 
 
 def placement_of(
@@ -133,7 +133,7 @@ def placement_of(
     """Return the placement of ``given`` kinds on ``workers``, in rank order, for the roles of
     ``placement``.
     """
-    return {
-        role: [index for index, worker in enumerate(workers) if role in given[worker]]
-        for role in placement
-    }
+    placed = {}
+    for role in placement:
+        placed[role] = [index for index, worker in enumerate(workers) if role in given[worker]]
+    return placed

@@ -5,7 +5,8 @@ advantage and does not count in those of others. TrainingError for an advantage 
 unless ``run.on_nan=skip``.
 
 Where episodes have several rows (``episodes.py``), an episode counts once, in a group of its
-agent's: its reward is the sum of its rows', one without a reward leaves all of them out.
+agent's. Its reward is the sum of its rows' rewards; a row without a reward leaves out the whole
+episode.
 """
 
 from __future__ import annotations
@@ -144,10 +145,10 @@ def _tokens_learn_alone(
     whiten: bool = True,
     probabilities: bool = False,
 ) -> bool:
-    """Return what ``_learns_alone`` does, for samples of one token; with ``whiten`` the batch's
-    mean is a baseline.
+    """Return whether a single sample of a prompt, of one token here, can get an advantage other
+    than 0: see ``_learns_alone``.
     """
-    if whiten:
+    if whiten:  # the batch's mean is a baseline then
         return True
     prompts = torch.arange(2)
     apart = advantage(_two_tokens(prompts)).advantages
@@ -194,10 +195,11 @@ def _reward_parts(table: pa.Table, names: tuple[str, ...]) -> dict[str, Tensor]:
                     f"the reward of row {row_id} has no part {name!r} (it has: {sorted(parts)}): "
                     f"expected a reward function that returns a dict with {[*names]} for every row"
                 )
-    return {
-        name: torch.tensor([parts[name] for parts in parts_of_rows], dtype=torch.float32)
-        for name in names
-    }
+    tensors = {}
+    for name in names:
+        values_of_part = [parts[name] for parts in parts_of_rows]
+        tensors[name] = torch.tensor(values_of_part, dtype=torch.float32)
+    return tensors
 
 
 @columns(
@@ -234,12 +236,14 @@ def estimate_advantage(
     baselines = None
     if GREEDY_REWARD in scored.column_names:
         baselines = sequences.of_last_rows(values(scored[GREEDY_REWARD]))
+    parts_of_rows = _reward_parts(scored, parts)
+    lengths = row_sums(mask.long(), offsets)
     outcomes = Outcomes(
         rewards=sequences.sums(rewards),
         group_ids=sequences.of_last_rows(comparison_groups(scored)),
-        lengths=sequences.sums(row_sums(mask.long(), offsets)),
+        lengths=sequences.sums(lengths),
         baselines=baselines,
-        parts={name: sequences.sums(part) for name, part in _reward_parts(scored, parts).items()},
+        parts={name: sequences.sums(part) for name, part in parts_of_rows.items()},
         all_sum=ctx.all_sum,
     )
     advantages = sequences.to_rows(advantage(outcomes))
@@ -284,19 +288,28 @@ def estimate_token_advantages(
     if KL_PENALTY in scored.column_names:
         token_penalties, _ = packed(scored[KL_PENALTY])
         rewards = rewards + token_penalties * mask
+    token_values = None
+    if VALUES in scored.column_names:
+        token_values, _ = packed(scored[VALUES])
+    logprobs = None
+    collision = None
+    if probabilities:
+        logprobs, _ = packed(scored[OLD_LOGPROBS])
+        collision, _ = packed(scored[COLLISION_PROBS])
     outcomes = TokenOutcomes(
         rewards=rewards,
         group_ids=comparison_groups(scored)[sequences.ends],
         offsets=offsets,
         mask=mask,
-        values=packed(scored[VALUES])[0] if VALUES in scored.column_names else None,
-        logprobs=packed(scored[OLD_LOGPROBS])[0] if probabilities else None,
-        collision=packed(scored[COLLISION_PROBS])[0] if probabilities else None,
+        values=token_values,
+        logprobs=logprobs,
+        collision=collision,
     )
     estimated = advantage(outcomes)
     advantages = estimated.advantages
     if whiten:
-        advantages = whitened(advantages, mask, ctx.all_sum(moments(advantages, mask)))
+        moments_of_all = ctx.all_sum(moments(advantages, mask))
+        advantages = whitened(advantages, mask, moments_of_all)
     for name, flat in {ADVANTAGES: advantages, RETURNS: estimated.returns}.items():
         column = sequences.unsorted_column(ragged(flat, row_offsets, TYPES[name]))
         table = table.append_column(name, scatter_valid(comparable, column))
@@ -327,7 +340,8 @@ def take_greedy_baselines(ctx: Context, table: pa.Table) -> pa.Table:
     for key, rewards in rewards_of.items():
         valid = [reward for reward in rewards if reward is not None]
         baselines[key] = fsum(valid) if len(valid) == len(rewards) else None
-    ctx.log("reward/greedy", [reward for reward in baselines.values() if reward is not None])
+    known_baselines = [reward for reward in baselines.values() if reward is not None]
+    ctx.log("reward/greedy", known_baselines)
     sampled = table.filter(pc.invert(table[GREEDY]))
     keys = _baseline_keys(sampled)
     missing = sorted({group for group, agent in keys if (group, agent) not in baselines})
@@ -365,12 +379,12 @@ def draw_minibatches(
     rows: the number of optimizer steps does not depend on how many rows episodes have. The draw
     depends on the step's seed alone, so all workers agree without a message.
     """
-    if not split_groups:
-        ids = table[GROUP_ID]
-        count = batch_size
-    else:
-        ids = table[EPISODE_ID if EPISODE_ID in table.column_names else ROW_ID]
+    name = GROUP_ID
+    count = batch_size
+    if split_groups:
+        name = EPISODE_ID if EPISODE_ID in table.column_names else ROW_ID
         count = batch_size * n
+    ids = table[name]
     order = np.random.default_rng(ctx.seed(_STEP_SEED)).permutation(count)
     shuffled_index = order[ids.to_numpy() % count]
     minibatch = shuffled_index * minibatches // count

@@ -134,22 +134,24 @@ def estimate_role_advantages(
 
     The node needs complete groups, rows=GROUPED, and a role built by ``build_role_baselines``. The
     columns ``by`` make a role, such as the agent, or game and agent; in SPIRAL both. All rows of a
-    step are compared with the baselines before it; then these are updated with the parts of all
-    workers, in the order of row ids, so that they are the same on any number of workers. SPIRAL
-    updates with a reward before it subtracts, which shrinks the advantage to ``decay`` times this
-    one.
+    step are compared with the baselines before the step. Then the baselines are updated with the
+    parts of all workers, in the order of row ids, so that they are the same on any number of
+    workers. SPIRAL updates a baseline with a reward before it subtracts the baseline, which shrinks
+    the advantage to ``decay`` times this one.
     """
     role_baselines: RoleBaselines = ctx.resource
     comparable = scored_episodes(table)
     scored = table.filter(comparable)
     rows = episode_rows(scored)
     rewards = values(scored[REWARD]).tolist()
-    role_of_row = [
-        " ".join(str(value) for value in row.values()) for row in scored.select([*by]).to_pylist()
-    ]
+    columns_of_role = scored.select(list(by)).to_pylist()
     parts = list(rows.members().values())
-    totals = [sum(rewards[row] for row in part) for part in parts]
-    roles = [role_of_row[part[0]] for part in parts]
+    totals = []
+    roles = []
+    for part in parts:
+        totals.append(sum(rewards[row] for row in part))
+        values_of_role = columns_of_role[part[0]].values()
+        roles.append(" ".join(str(value) for value in values_of_role))
     row_advantages = [0.0] * scored.num_rows
     for part, advantage in zip(parts, role_baselines.advantages(totals, roles), strict=True):
         for row in part:

@@ -100,4 +100,8 @@ def _times(left: Sequence[int], right: Sequence[int], degree: int) -> list[int]:
 
 def _coefficient(left: Sequence[int], right: Sequence[int], degree: int) -> int:
     """Return the coefficient of x^degree in the product of two polynomials."""
-    return sum(a * right[degree - i] for i, a in enumerate(left) if 0 <= degree - i < len(right))
+    total = 0
+    for i, a in enumerate(left[: degree + 1]):
+        if degree - i < len(right):
+            total += a * right[degree - i]
+    return total

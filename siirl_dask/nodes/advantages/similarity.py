@@ -49,10 +49,10 @@ def embed_texts(
     The node needs a role built by ``build_encoder``. DataError for an embedding that is not finite.
     """
     encoder: TextEncoder = ctx.resource
-    texts = [
-        "\n".join("" if part is None else str(part) for part in row.values())
-        for row in table.select([*columns]).to_pylist()
-    ]
+    texts = []
+    for row in table.select(list(columns)).to_pylist():
+        parts = ["" if part is None else str(part) for part in row.values()]
+        texts.append("\n".join(parts))
     embeddings = encoder.embeddings(texts)
     finite = embeddings.isfinite().all(1)
     if not finite.all():

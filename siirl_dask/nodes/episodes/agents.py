@@ -20,7 +20,6 @@ import pyarrow.compute as pc
 from siirl_dask.context import Context
 from siirl_dask.errors import PlanError
 from siirl_dask.planner import ContractChanges, columns
-from siirl_dask.planner import columns as declares
 from siirl_dask.schema import (
     AGENT,
     EPISODE_ID,
@@ -87,7 +86,7 @@ def _hand_over_changes(
     return ContractChanges(reads=(*columns, *also), writes=writes)
 
 
-@declares(reads=[PROMPT, *TURN], depends_on_options=_hand_over_changes)
+@columns(reads=[PROMPT, *TURN], depends_on_options=_hand_over_changes)
 def hand_over(
     ctx: Context,
     table: pa.Table,

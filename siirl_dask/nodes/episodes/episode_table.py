@@ -70,18 +70,17 @@ def rows_of_episodes(
 
     Row k of episode e is row ``e * most_rows + k``.
     """
-    counts = [len(episode) for episode in rows]
+    counts = np.array([len(episode) for episode in rows], dtype=np.int64)
     table = rows_at(episodes, np.repeat(np.arange(len(rows)), counts))
     episode_ids = table[ROW_ID].to_numpy()
     flat = [row for episode in rows for row in episode]
-    index_in_episode = np.array(
-        [index for count in counts for index in range(count)], dtype=np.int64
-    )
+    first_of_episode = np.cumsum(counts) - counts
+    index_in_episode = np.arange(len(flat)) - np.repeat(first_of_episode, counts)
     decode = engine.tokenizer.decode
     processor = processor_of(engine)
-    shown_prompts = [
-        row.prompt if processor is None else processor.shortened(row.prompt) for row in flat
-    ]
+    shown_prompts = [row.prompt for row in flat]
+    if processor is not None:
+        shown_prompts = [processor.shortened(prompt) for prompt in shown_prompts]
     columns: dict[str, Sequence[object]] = {
         ROW_ID: episode_ids * most_rows + index_in_episode,
         TOKENS: [len(row.prompt) + len(row.response) for row in flat],
@@ -154,9 +153,10 @@ def episode_table(
     if agents:
         others[AGENT] = [row.agent for row in rows]
     if images:
-        others[OBSERVED_IMAGES] = [
-            [{"start": start, "bytes": data} for start, data in row.observed] for row in rows
-        ]
+        observed = []
+        for row in rows:
+            observed.append([{"start": start, "bytes": data} for start, data in row.observed])
+        others[OBSERVED_IMAGES] = observed
     return rows_of_episodes(
         engine, episodes, [episode.rows for episode in played], rules.rows, others
     )

@@ -30,8 +30,7 @@ from siirl_dask.nodes.failures import GIVEN_UP, check_failures, failed_episodes
 from siirl_dask.nodes.generate import rollout_sampling, validation_sampling
 from siirl_dask.nodes.prompts import MAX_TOKENS, token_limits
 from siirl_dask.nodes.sampling import log_passes
-from siirl_dask.planner import columns as declares
-from siirl_dask.planner import reads_option
+from siirl_dask.planner import columns, reads_option
 from siirl_dask.rewards import Score, score_of
 from siirl_dask.rollout import LocalQueue, RolloutEngine, Sampling
 from siirl_dask.rollout.endpoint import (
@@ -80,7 +79,7 @@ def _check_options(
         raise ConfigError(f"{key}: an episode ends in the step in which it began; leave it out")
 
 
-@declares(
+@columns(
     reads=[PROMPT, ANSWER, PROMPT_IDS],
     optional=[MAX_TOKENS],
     writes=EPISODE_ROWS,
@@ -123,7 +122,7 @@ def run_agents(
     )
 
 
-@declares(
+@columns(
     reads=[PROMPT, ANSWER, PROMPT_IDS],
     optional=[MAX_TOKENS],
     writes=EPISODE_ROWS,

@@ -12,8 +12,7 @@ from siirl_dask.context import Context, Reduce
 from siirl_dask.nodes.early_scores import argument_names
 from siirl_dask.nodes.packed_table import one_chunk
 from siirl_dask.nodes.reward import score
-from siirl_dask.planner import ContractChanges
-from siirl_dask.planner import columns as declares
+from siirl_dask.planner import ContractChanges, columns
 from siirl_dask.rollout import RolloutEngine
 from siirl_dask.schema import (
     ANSWER,
@@ -39,7 +38,7 @@ def _changes(*, columns: Sequence[str], engine: str, **options: object) -> Contr
     )
 
 
-@declares(
+@columns(
     reads=[PROMPT, ANSWER, RESPONSE_IDS, TURNS],
     optional=[REWARD],
     writes=fields(TURNS, REWARD),

@@ -39,9 +39,8 @@ class ParquetBackend:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[
-            tuple[str, int], pa.Table
-        ] = {}  # by phase and step: a record may come twice
+        # by phase and step: a record may come twice
+        self._tables: dict[tuple[str, int], pa.Table] = {}
         self._due = 0.0
 
     def begin(self, run: TrackedRun) -> None:

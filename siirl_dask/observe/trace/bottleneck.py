@@ -39,8 +39,8 @@ class WorkerTime:
     @property
     def explained(self) -> float:
         """Share of the time that nodes, transfers, storage and waits explain."""
-        told = sum(time for lane, time in self.lanes.items() if lane is not Lane.CONTROL)
-        return told / self.wall if self.wall else 1.0
+        known = sum(time for lane, time in self.lanes.items() if lane is not Lane.CONTROL)
+        return known / self.wall if self.wall else 1.0
 
     def share(self, lanes: Collection[Lane]) -> float:
         """Return the share of the time that was spent in these lanes."""

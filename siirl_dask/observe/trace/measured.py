@@ -84,7 +84,9 @@ def measure(spans: Sequence[TraceSpan]) -> Measured | None:
                 busy[span.name][worker] += left
             elif span.lane is Lane.TRANSFER:
                 moving[span.name][worker] += left
-                received[span.name] += (span.amount or 0) if span.what in _RECEIVED else 0
+                received[span.name] += 0  # an edge that moved nothing is listed as well
+                if span.what in _RECEIVED and span.amount:
+                    received[span.name] += span.amount
             elif span.lane is Lane.WAIT and span.what in ("rows", "weights"):
                 waiting[span.name][worker] += left
     each = 1e9 * len(steps)
@@ -108,17 +110,13 @@ def usual_step(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
     """Return the spans of all workers' chains in the training step whose length is the median;
     none without one.
     """
-    chains = [
-        span
-        for span in spans
-        if span.phase == Phase.TRAIN and not span.beside and not span.is_count
-    ]
     of_step: dict[int, list[TraceSpan]] = defaultdict(list)
-    for span in chains:
-        of_step[span.step].append(span)
-    lasted = {
-        step: max(s.end for s in own) - min(s.start for s in own) for step, own in of_step.items()
-    }
+    for span in spans:
+        if span.phase == Phase.TRAIN and not span.beside and not span.is_count:
+            of_step[span.step].append(span)
+    lasted = {}
+    for step, own in of_step.items():
+        lasted[step] = max(span.end for span in own) - min(span.start for span in own)
     if not lasted:
         return []
     middle = median(lasted.values())

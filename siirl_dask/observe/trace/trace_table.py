@@ -70,13 +70,15 @@ class TraceSpan(NamedTuple):
 
 def trace_table(entries: Sequence[Entry], worker: str, clock: str, offset: int) -> pa.Table:
     """Return the entries of a worker as a part of the table."""
-    columns = zip(*entries, strict=True) if entries else ((),) * len(Entry._fields)
-    named = dict(zip(Entry._fields, map(list, columns), strict=True))
     constant = {"worker": worker, "clock": clock, "offset": offset}
-    same = {name: [value] * len(entries) for name, value in constant.items()}
-    return pa.table(
-        [pa.array((named | same)[field.name], field.type) for field in SCHEMA], schema=SCHEMA
-    )
+    columns = []
+    for field in SCHEMA:
+        if field.name in constant:
+            values = [constant[field.name]] * len(entries)
+        else:
+            values = [getattr(entry, field.name) for entry in entries]
+        columns.append(pa.array(values, field.type))
+    return pa.table(columns, schema=SCHEMA)
 
 
 def read_spans(

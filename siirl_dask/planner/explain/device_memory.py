@@ -37,8 +37,10 @@ def describe_card(label: str, memory: int, workers: Mapping[str, Roles]) -> str:
         f"{label}, on {readable_bytes(memory)}{shared}, of which {readable_bytes(card.usable)} are "
         "for roles"
     )
-    groups = alike(card.workers).values()
-    tables = [_parts(card.workers[names[0]], names if len(workers) > 1 else ()) for names in groups]
+    tables = []
+    for names in alike(card.workers).values():
+        roles = card.workers[names[0]]
+        tables.append(_parts(roles, names if len(workers) > 1 else ()))
     return "\n".join([title, *tables, *_verdict(card, workers)])
 
 
@@ -56,19 +58,21 @@ def _parts(roles: Roles, names: Sequence[str]) -> str:
     rows = []
     for role, one in roles.items():
         for part, size in one.held.items():
-            cells = (
-                readable_bytes(size) if _is_there(role, one, part, now) else "-" for now in shown
-            )
-            rows.append((role, part, *cells))
+            cells = [role, part]
+            for now in shown:
+                cells.append(readable_bytes(size) if _is_there(role, one, part, now) else "-")
+            rows.append(tuple(cells))
         for part, size in one.working.items():
-            rows.append(
-                (role, part, *(readable_bytes(size) if role == now else "-" for now in shown))
-            )
-    rows.append(("", "in all", *(readable_bytes(own[name]) for name in shown)))
-    first = f"role on {', '.join(names)}" if names else "role"
-    return table(
-        (first, "part", *(name if name == EXCHANGE else f"{name} computes" for name in shown)), rows
-    )
+            cells = [role, part]
+            for now in shown:
+                cells.append(readable_bytes(size) if role == now else "-")
+            rows.append(tuple(cells))
+    totals = [readable_bytes(own[name]) for name in shown]
+    rows.append(("", "in all", *totals))
+    header = [f"role on {', '.join(names)}" if names else "role", "part"]
+    for name in shown:
+        header.append(name if name == EXCHANGE else f"{name} computes")
+    return table(tuple(header), rows)
 
 
 def _is_there(role: str, one: Footprint, part: str, now: str) -> bool:
@@ -168,16 +172,14 @@ def summary(groups: Mapping[str, tuple[str, Roles]]) -> str:
         cells = []
         for memory in COMMON.values():
             card = fill(memory, {label: roles})
+            if not card.fits:
+                cells.append(f"{readable_bytes(card.needed)} of {readable_bytes(card.usable)}")
+                continue
             one = card.filling(label)
-            rows_at_once = (
-                one.held[one.fills or ""] // one.least if one is not None and one.least else 0
-            )
-            many = f"fits, {rows_at_once:,} rows" if rows_at_once else "fits"
-            cells.append(
-                many
-                if card.fits
-                else f"{readable_bytes(card.needed)} of {readable_bytes(card.usable)}"
-            )
+            rows_at_once = 0
+            if one is not None and one.least:
+                rows_at_once = one.held[one.fills or ""] // one.least
+            cells.append(f"fits, {rows_at_once:,} rows" if rows_at_once else "fits")
         rows.append((label, names, *cells))
     return table(("workers", "roles", *COMMON), rows)
 

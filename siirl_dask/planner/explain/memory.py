@@ -118,20 +118,20 @@ class _Weighing:
         self.outputs: dict[str, int] = {}
         self.sent: dict[str, int] = {}
         self.unknown: dict[str, tuple[str, ...]] = {}
-        into: dict[str, list[Edge]] = {name: [] for name in plan.stages}
+        into: dict[str, list[Edge]] = {name: [] for name in plan.flow}
         for edge in plan.edges:
             into[edge.target].append(edge)
         shares: dict[str, _Share] = {}
-        for name, stage in plan.stages.items():
-            before = self._share_in(stage, into[name], shares)
-            shares[name] = self._share_out(stage, before)
-            self._weigh(stage, into[name], before, shares[name])
+        for name, node_columns in plan.flow.items():
+            before = self._share_in(node_columns, into[name], shares)
+            shares[name] = self._share_out(node_columns, before)
+            self._weigh(node_columns, into[name], before, shares[name])
         for edge in plan.edges:
-            waiting = 1 + plan.stages[edge.target].node.lag  # steps whose rows are not yet pulled
+            waiting = 1 + plan.flow[edge.target].node.lag  # steps whose rows are not yet pulled
             share = shares[edge.source]
             if edge.by_group:
                 share = self._one_a_group(share)
-            sent = self._bytes(share, edge.schema.names, plan.stages[edge.source].produced)
+            sent = self._bytes(share, edge.schema.names, plan.flow[edge.source].produced)
             self.sent[edge.name] = waiting * sent
 
     def streamed(self, link: Stream, worker: str) -> int:
@@ -160,28 +160,27 @@ class _Weighing:
         return total if self._sizes.part is None else max(self._sizes.part, largest)
 
     def _weigh(
-        self, stage: NodeColumns, edges: Iterable[Edge], before: _Share, after: _Share
+        self, node_columns: NodeColumns, edges: Iterable[Edge], before: _Share, after: _Share
     ) -> None:
-        name = stage.node.name
-        if not stage.node.after:
+        name = node_columns.node.name
+        if not node_columns.node.after:
             self.loaded[f"{DATA}->{name}"] = _READ * self._bytes(
-                before, stage.needed, stage.available
+                before, node_columns.needed, node_columns.available
             )
         for edge in edges:
             share = self._one_a_group(before) if edge.by_group else before
-            self.received[edge.name] = self._bytes(share, edge.schema.names, stage.available)
+            self.received[edge.name] = self._bytes(share, edge.schema.names, node_columns.available)
+        produced = node_columns.produced
         columns = {}
-        for column in (*stage.needed, *stage.node.contract.writes.names):
-            if not _is_sliced(stage, column):
-                columns[column] = (
-                    stage.produced[column] if column in stage.produced else stage.available[column]
-                )
+        for column in (*node_columns.needed, *node_columns.node.contract.writes.names):
+            if not _is_sliced(node_columns, column):
+                known = produced if column in produced else node_columns.available
+                columns[column] = known[column]
         self.made[name] = self._bytes(after, columns, columns)
-        shared = stage.shared_blobs
-        self.outputs[name] = self._bytes(
-            after, [n for n in stage.outputs if n not in shared], stage.produced
-        )
-        self.outputs[name] += self._bytes(self._one_a_group(after), shared, stage.produced)
+        shared = node_columns.shared_blobs
+        of_rows = [column for column in node_columns.outputs if column not in shared]
+        self.outputs[name] = self._bytes(after, of_rows, produced)
+        self.outputs[name] += self._bytes(self._one_a_group(after), shared, produced)
         self.unknown[name] = tuple(
             name for name, column in columns.items() if self._unbounded(after, column)
         )
@@ -195,24 +194,24 @@ class _Weighing:
         )
 
     def _share_in(
-        self, stage: NodeColumns, edges: list[Edge], shares: Mapping[str, _Share]
+        self, node_columns: NodeColumns, edges: list[Edge], shares: Mapping[str, _Share]
     ) -> _Share:
-        rows = self._rows[stage.rows]
-        workers = len(self._plan.placement[stage.node.role])
+        rows = self._rows[node_columns.rows]
+        workers = len(self._plan.placement[node_columns.node.role])
         guide = next(
             (edge for edge in edges if edge.source == edge.guide and not edge.by_group), None
         )
-        if stage.node.after and (guide is None or not guide.moves):
-            return shares[guide.source if guide else stage.node.after[0]]
+        if node_columns.node.after and (guide is None or not guide.moves):
+            return shares[guide.source if guide else node_columns.node.after[0]]
         if rows is None:
-            return _Share(stage.rows, None, 0)
+            return _Share(node_columns.rows, None, 0)
         if guide is None or guide.rows is Rows.REPLICATED or workers == 1:
             own = rows if guide else -(-rows // workers)
-            return _Share(stage.rows, own, own * self._row_tokens)
+            return _Share(node_columns.rows, own, own * self._row_tokens)
         tokens = self._balanced(guide, rows, workers)
         if guide.rows is Rows.ANYWHERE:  # rows on the node's workers stay there
             tokens = max(tokens, shares[guide.source].tokens)
-        return _Share(stage.rows, rows, tokens)
+        return _Share(node_columns.rows, rows, tokens)
 
     def _balanced(self, edge: Edge, rows: int, workers: int) -> int:
         """Return the largest cost of balanced rows on one worker, which bounds their tokens."""
@@ -225,14 +224,14 @@ class _Weighing:
         of, per = _BALANCED
         return -(-of * rows * cost // (per * workers)) + items * cost
 
-    def _share_out(self, stage: NodeColumns, before: _Share) -> _Share:
-        if not stage.node.contract.new_rows:
+    def _share_out(self, node_columns: NodeColumns, before: _Share) -> _Share:
+        if not node_columns.node.contract.new_rows:
             return before
-        times = times_of(stage.node)
-        name = stage.node.name
+        times = times_of(node_columns.node)
+        name = node_columns.node.name
         if name in self._sizes.pieces:
             pieces, _ = self._sizes.pieces[name]
-            return _Share(name, -(-pieces // len(self._plan.placement[stage.node.role])), 0)
+            return _Share(name, -(-pieces // len(self._plan.placement[node_columns.node.role])), 0)
         if before.rows is None or times is None:
             return _Share(name, None, 0)
         rows = before.rows * times
@@ -266,15 +265,15 @@ class _Weighing:
         return self._column(share, column) is None
 
 
-def _is_sliced(stage: NodeColumns, name: str) -> bool:
+def _is_sliced(node_columns: NodeColumns, name: str) -> bool:
     """Return whether a column of a node's table has slices of another one, which counts: blobs
     that rows share.
     """
-    column = stage.available.get(name)
-    if column is None or name in stage.node.contract.writes.names:
+    column = node_columns.available.get(name)
+    if column is None or name in node_columns.node.contract.writes.names:
         return False
-    if name in stage.by_group:
+    if name in node_columns.by_group:
         return True
-    if stage.node.contract.groups is None or not column.of_groups:
+    if node_columns.node.contract.groups is None or not column.of_groups:
         return False
     return is_blob(column.type)

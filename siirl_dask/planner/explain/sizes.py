@@ -59,30 +59,30 @@ def estimate(plan: Plan, sizes: TableSizes) -> dict[tuple[str, ...], Estimate]:
     rows = rows_made(plan, sizes)
     moving = {edge.ends: edge for edge in plan.edges if edge.moves}
     estimates: dict[tuple[str, ...], Estimate] = {}
-    for target, stage in plan.stages.items():
-        for source in dict.fromkeys((*stage.node.after, *stage.sources.values())):
+    for target, node_columns in plan.flow.items():
+        for source in dict.fromkeys((*node_columns.node.after, *node_columns.sources.values())):
             edge = moving.get((source, target))
             of_groups = moving.get((source, target, "by group"))
             if of_groups is not None:
                 types = {field.name: field.type for field in of_groups.schema}
                 groups = groups_of(plan, sizes, of_groups, rows)
-                copies = most_takers(of_groups, groups, rows[stage.rows])
+                copies = most_takers(of_groups, groups, rows[node_columns.rows])
                 estimates[of_groups.ends] = _rows_of_widths(plan, sizes, types, groups, copies)
             if edge is None:
-                if of_groups is None or source in stage.node.after:
-                    estimates[source, target] = Estimate(rows[stage.rows], 0)
+                if of_groups is None or source in node_columns.node.after:
+                    estimates[source, target] = Estimate(rows[node_columns.rows], 0)
                 continue
             copies = len(edge.targets) if edge.rows is Rows.REPLICATED else 1
             types = {field.name: field.type for field in edge.schema}
-            if stage.rows in sizes.totals:
-                made = plan.stages[stage.rows].node.contract.writes.names
+            if node_columns.rows in sizes.totals:
+                made = plan.flow[node_columns.rows].node.contract.writes.names
                 unknown = tuple(name for name in types if name not in (*made, *IDENTITY))
                 estimates[source, target] = Estimate(
-                    rows[stage.rows], copies * sizes.totals[stage.rows], unknown
+                    rows[node_columns.rows], copies * sizes.totals[node_columns.rows], unknown
                 )
             else:
                 estimates[source, target] = _rows_of_widths(
-                    plan, sizes, types, rows[stage.rows], copies
+                    plan, sizes, types, rows[node_columns.rows], copies
                 )
     return estimates
 
@@ -91,7 +91,7 @@ def groups_of(
     plan: Plan, sizes: TableSizes, edge: Edge, rows: Mapping[str, int | None]
 ) -> int | None:
     """Return the most groups that an edge by group moves; ``rows`` are those of ``rows_made``."""
-    made = rows[plan.stages[edge.source].rows_out]
+    made = rows[plan.flow[edge.source].rows_out]
     return None if made is None else min(made, sizes.prompts)
 
 
@@ -143,10 +143,10 @@ def travelling_bytes(
 def rows_made(plan: Plan, sizes: TableSizes) -> dict[str, int | None]:
     """Return the rows over all workers by the node that made them; None without a bound."""
     rows: dict[str, int | None] = {DATA: sizes.prompts}
-    for name, stage in plan.stages.items():
-        if stage.node.contract.new_rows:
-            before = rows[stage.rows]
-            times = times_of(stage.node)
+    for name, node_columns in plan.flow.items():
+        if node_columns.node.contract.new_rows:
+            before = rows[node_columns.rows]
+            times = times_of(node_columns.node)
             if before is None or times is None or name in sizes.totals:
                 rows[name] = None
             else:

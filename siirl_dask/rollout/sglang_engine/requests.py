@@ -55,13 +55,13 @@ def read_generation(
     """Return a finished response. RunError where SGLang ended it for another reason than its end or
     its length, tells log-probs of other tokens, or some that are not finite.
     """
-    told = reported["meta_info"]
+    meta = reported["meta_info"]
     tokens = list(reported["output_ids"])
-    logprobs = [float(logprob) for logprob, *_ in told["output_token_logprobs"]]
-    reason = _reason(told["finish_reason"], version)
-    if [token for _, token, *_ in told["output_token_logprobs"]] != tokens:
+    logprobs = [float(logprob) for logprob, *_ in meta["output_token_logprobs"]]
+    reason = _reason(meta["finish_reason"], version)
+    if [token for _, token, *_ in meta["output_token_logprobs"]] != tokens:
         raise RunError(
-            f"SGLang told log-probs of other tokens than it sampled, in request {told['id']}"
+            f"SGLang told log-probs of other tokens than it sampled, in request {meta['id']}"
         )
     if reason is FinishReason.LENGTH and len(tokens) != request.sampling.max_tokens:
         raise RunError(
@@ -74,15 +74,17 @@ def read_generation(
     return Generation(tokens, logprobs, reason)
 
 
-def _reason(told: Mapping[str, Any], version: int) -> FinishReason:
-    match told:
+def _reason(finish: Mapping[str, Any], version: int) -> FinishReason:
+    match finish:
         case {"type": "stop", "matched": int()}:
             return FinishReason.STOP
         case {"type": "length"}:
             return FinishReason.LENGTH
         case {"type": "stop", "matched": "NaN happened"}:
             raise not_finite(version)
-    raise RunError(f"SGLang ended a response otherwise than by its end or its length: {dict(told)}")
+    raise RunError(
+        f"SGLang ended a response otherwise than by its end or its length: {dict(finish)}"
+    )
 
 
 def not_finite(version: int) -> RunError:

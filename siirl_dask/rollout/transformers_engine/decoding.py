@@ -70,9 +70,8 @@ class Decoder:
         if self._states is not None and not bool(mask.all()):
             self._first_mask = mask.to(model.device)
         self._images = images if any(images) else ()
-        self._shifts = torch.tensor(
-            [shown.shift if shown else 0 for shown in self._images], device=model.device
-        )
+        shifts = [shown.shift if shown else 0 for shown in self._images]
+        self._shifts = torch.tensor(shifts, device=model.device)
 
     def logits(self) -> Tensor:
         """Compute the logits of each row's next token. [B, V] float32, for the caller to write
@@ -237,9 +236,8 @@ def use_decoding(model: PreTrainedModel) -> bool:
         if error <= rounding(expected, model.dtype):
             return True
         reason = f"logits are off by {error:.2g}"
-    except (
-        Exception
-    ) as failure:  # a model may do anything with an attention that it does not expect
+    except Exception as failure:
+        # a model may do anything with an attention that it does not expect
         reason = f"{type(failure).__name__}: {failure}"
     logger.info(
         "%s generates with transformers' generate, which takes longer: %s",
@@ -253,10 +251,9 @@ def use_decoding(model: PreTrainedModel) -> bool:
 def trial_rows(model: PreTrainedModel) -> list[list[int]]:
     """Return two rows to try a model on: a short one, and one that is longer than windows."""
     config = model.config.get_text_config()
-    return [
-        [token % config.vocab_size for token in row]
-        for row in ([1, 2, 3], range(trial_length(config)))
-    ]
+    longer = [token % config.vocab_size for token in range(trial_length(config))]
+    shorter = [token % config.vocab_size for token in (1, 2, 3)]
+    return [shorter, longer]
 
 
 def attention_of_text(model: PreTrainedModel, attention: str | None) -> Any:

@@ -37,10 +37,9 @@ class DraftCache:
         self._rows = torch.empty(0)
         self._end = 0
         self._masks: dict[int | None, Tensor] = {}
-        self._layers = {
-            layer: tuple(self._aligned(part, of_prompt) for part in pair)
-            for layer, pair in layers.items()
-        }
+        self._layers = {}
+        for layer, pair in layers.items():
+            self._layers[layer] = tuple(self._aligned(part, of_prompt) for part in pair)
 
     def begin(self, count: int, device: torch.device) -> Tensor:
         """Begin a pass over the next ``count`` tokens of each row, and return their positions. [B,

@@ -23,8 +23,8 @@ def takes_layers(
     if lora is None or not lora.rank:
         return False
     in_tower = any(target.split(".")[0] == "visual" for target in lora.targets)
-    able = not on_cpu and dtype is Dtype.bfloat16 and lora.rank <= MOST and not in_tower
-    return bool(rollout.vllm.engine_kwargs.get("enable_lora", able))
+    conditions = (not on_cpu, dtype is Dtype.bfloat16, lora.rank <= MOST, not in_tower)
+    return bool(rollout.vllm.engine_kwargs.get("enable_lora", all(conditions)))
 
 
 def layer_rank(lora: LoraConfig) -> int | None:

@@ -33,11 +33,10 @@ class Slots:
         """``agents`` are those that have the engine in common; none: it has one policy's
         adapters.
         """
-        names = [*agents] or [""]
-        self._requests = {
-            name: LoRARequest(name or "policy", number, "in memory")
-            for number, name in enumerate(names, 1)
-        }
+        names = list(agents) if agents else [""]
+        self._requests: dict[str, LoRARequest] = {}
+        for number, name in enumerate(names, 1):
+            self._requests[name] = LoRARequest(name or "policy", number, "in memory")
         self._there: dict[str, Adapters] = {}
         self.chosen: LoRARequest | None = None
         """Names the adapters with which requests are computed; None: with the weights alone."""
@@ -46,16 +45,17 @@ class Slots:
         """Return whether ``given`` are in the layers; where there are none, nothing is to be put
         there.
         """
-        return not given.by_weight or self._there.get(agent) is given
+        if not given.by_weight:
+            return True
+        return self._there.get(agent) is given
 
     def put(self, llm: LLM, agent: str, given: Adapters) -> None:
         """Put adapters into the layers of ``llm``. ConfigError for layers that vLLM has none
         for.
         """
         number = self._requests[agent].lora_int_id
-        llm.apply_model(
-            partial(put_adapters, adapters=given.by_weight, scaling=given.scaling, number=number)
-        )
+        put = partial(put_adapters, adapters=given.by_weight, scaling=given.scaling, number=number)
+        llm.apply_model(put)
         self._there[agent] = given
 
     def choose(self, agent: str, given: Adapters) -> None:

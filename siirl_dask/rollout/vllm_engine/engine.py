@@ -292,7 +292,9 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         """Return whether the engine can go on: not if it is one of several ranks, nor with half
         of its weights.
         """
-        return self._ranks.size == 1 and not self._replacement.broken
+        if self._ranks.size > 1:
+            return False
+        return not self._replacement.broken
 
     def close(self) -> None:
         """Free the weights and the KV cache; the engine cannot be used any more."""

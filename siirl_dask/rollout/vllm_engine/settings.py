@@ -56,7 +56,12 @@ def llm_arguments(
     """
     on_cpu = device.kind is DeviceKind.CPU
     dtype = dtype_on(model.dtype, device.kind, device.index)
-    cache = rollout.vllm.kv_cache_memory or (CPU_CACHE if on_cpu else None)
+    cache = rollout.vllm.kv_cache_memory
+    if not cache and on_cpu:
+        cache = CPU_CACHE
+    cache_bytes = _own_cache(device)
+    if cache:
+        cache_bytes = parse_bytes("rollout.vllm.kv_cache_memory", cache)
     ours = {
         "dtype": str(dtype),
         "skip_tokenizer_init": True,
@@ -65,9 +70,7 @@ def llm_arguments(
         "logits_processors": [VllmTokenSampler] if rollout.sampler is Sampler.exact else [],
         "logprobs_mode": logprobs_mode(rollout),
         "gpu_memory_utilization": _share(rollout, device),
-        "kv_cache_memory_bytes": parse_bytes("rollout.vllm.kv_cache_memory", cache)
-        if cache
-        else _own_cache(device),
+        "kv_cache_memory_bytes": cache_bytes,
         "max_num_seqs": rollout.vllm.max_num_seqs or rollout.max_rows * ranks.size,
         "max_num_batched_tokens": rollout.vllm.max_num_batched_tokens,
         "enforce_eager": _eager(rollout, on_cpu=on_cpu),
@@ -136,7 +139,9 @@ def _own_options(rollout: RolloutConfig, device: Device) -> dict[str, Any]:
 def _eager(rollout: RolloutConfig, *, on_cpu: bool) -> bool:
     """Return whether vLLM runs without compiled graphs, of which a router tells nothing."""
     chosen = rollout.vllm.enforce_eager
-    return on_cpu or rollout.router_replay if chosen is None else chosen
+    if chosen is not None:
+        return chosen
+    return bool(on_cpu or rollout.router_replay)
 
 
 def _share(rollout: RolloutConfig, device: Device) -> float:
@@ -153,7 +158,9 @@ def _own_cache(device: Device) -> int | None:
     """Return the cache's bytes where workers share an accelerator, which vLLM must not measure
     while others take of it; None for what vLLM measures.
     """
-    return device.fill or None if device.shared_by > 1 else None
+    if device.shared_by <= 1 or not device.fill:
+        return None
+    return device.fill
 
 
 def given_options(rollout: RolloutConfig, device: Device) -> str:
@@ -168,7 +175,9 @@ def given_options(rollout: RolloutConfig, device: Device) -> str:
     options |= changed_options("rollout.vllm", rollout.vllm)
     if device.kind is DeviceKind.CPU:
         options = {"rollout.vllm.kv_cache_memory": CPU_CACHE, **options}
-    return ", ".join(f"{name}={value}" for name, value in options.items()) or "its defaults"
+    if not options:
+        return "its defaults"
+    return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
 def _executor(index: int, ranks: EngineRanks) -> type[ExecutorWithExternalLauncher]:

@@ -68,24 +68,20 @@ def _check_divides(size: int, model: ModelConfig) -> None:
     heads = widths.heads
     intermediate = widths.intermediate
     vocabulary = widths.vocabulary
-    kv_heads = widths.kv_heads or heads
-    padded = (
-        None
-        if vocabulary is None
-        else -(-vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-    )
-    indivisible = {
-        "attention heads": heads if heads and heads % size else None,
-        # each rank has some of them, or some ranks have the same one
-        "key and value heads": kv_heads
-        if kv_heads and max(kv_heads, size) % min(kv_heads, size)
-        else None,
-        "numbers between the layers of its MLPs": intermediate
-        if intermediate and intermediate % size
-        else None,
-        "tokens of its vocabulary": vocabulary if padded and padded % size else None,
-    }
-    if parts := [f"{number} {part}" for part, number in indivisible.items() if number is not None]:
+    kv_heads = widths.kv_heads if widths.kv_heads else heads
+    parts = []
+    if heads and heads % size:
+        parts.append(f"{heads} attention heads")
+    # each rank has some of them, or some ranks have the same one
+    if kv_heads and max(kv_heads, size) % min(kv_heads, size):
+        parts.append(f"{kv_heads} key and value heads")
+    if intermediate and intermediate % size:
+        parts.append(f"{intermediate} numbers between the layers of its MLPs")
+    if vocabulary:
+        padded = -(-vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+        if padded % size:
+            parts.append(f"{vocabulary} tokens of its vocabulary")
+    if parts:
         raise ConfigError(
             f"rollout.tensor_parallel_size={size}: the model in model.path={model.path!r} has "
             f"{', '.join(parts)}, which {size} workers cannot share evenly; take a divisor of its "

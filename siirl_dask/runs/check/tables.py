@@ -91,23 +91,23 @@ def check_tables(
             findings.append(RunFinding(path, PartState.UNFINISHED, *_left_over(folder)))
     known = present | {path for path, _ in damaged}
     damaged += [(path, "it is gone: this step was committed") for path in sorted(set(due) - known)]
-    frontiers: dict[
-        str, str
-    ] = {}  # a whole table from which a step can go on, by the step's folder name
+    # a whole table from which a step can go on, by the step's folder name
+    frontiers: dict[str, str] = {}
     for table, folders in tables.items():
         of_table = list(_damages(fs, root, files, folders, read))
         damaged += [(path, text) for path, text in of_table if not _is_spent(fs, root, path)]
-        counted = [
-            folder for folder in folders if folder.path not in {path for path, _ in of_table}
-        ]
-        frontiers |= {
-            folder.path.rpartition("/")[2]: table for folder in counted if folder.frontier
-        }
+        damaged_paths = {path for path, _ in of_table}
+        counted = [folder for folder in folders if folder.path not in damaged_paths]
+        for folder in counted:
+            if folder.frontier:
+                _, _, step_name = folder.path.rpartition("/")
+                frontiers[step_name] = table
         if counted:
             findings.append(RunFinding(table, PartState.WHOLE, _told(counted)))
     for path, text in damaged:
-        frontier = frontiers.get(path.rpartition("/")[2])
-        findings.append(RunFinding(path, PartState.DAMAGED, text, _remedy(path, resumed, frontier)))
+        _, _, step_name = path.rpartition("/")
+        remedy = _remedy(path, resumed, frontiers.get(step_name))
+        findings.append(RunFinding(path, PartState.DAMAGED, text, remedy))
     return sorted(
         findings,
         key=lambda finding: (finding.part.split("/")[0], finding.state is not PartState.WHOLE),

@@ -93,8 +93,8 @@ def samples_of(rows: pa.Table, numbers: Sequence[int], decode: Decode | None) ->
     turns = [_turns(own) for own in of_each]
     samples = samples.append_column(TURNS, pa.array(turns, pa.int32()))
     samples = samples.append_column(SEGMENTS, pa.array(ends - begins, pa.int32()))
-    told = [_told(own, decode) for own in of_each]
-    return samples.append_column(CONVERSATION, pa.array(told, pa.list_(_UTTERANCE)))
+    conversations = [_told(own, decode) for own in of_each]
+    return samples.append_column(CONVERSATION, pa.array(conversations, pa.list_(_UTTERANCE)))
 
 
 def _told(rows: Sequence[Mapping[str, Any]], decode: Decode | None) -> list[dict[str, Any]] | None:
@@ -108,7 +108,9 @@ def _told(rows: Sequence[Mapping[str, Any]], decode: Decode | None) -> list[dict
 
 
 def _turns(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    return sum(len(row[TURNS] or ()) for row in rows) if TURNS in rows[0] else None
+    if TURNS not in rows[0]:
+        return None
+    return sum(len(row[TURNS] or ()) for row in rows)
 
 
 def _sum(numbers: pa.ChunkedArray) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
+from siirl_dask.observe import chat_text
 from siirl_dask.runs.samples.rollouts import Rollouts
 from siirl_dask.schema import PROMPT
 
@@ -55,10 +56,7 @@ def _of_messages(messages: Sequence[object]) -> str:
     said = [one for one in messages if isinstance(one, Mapping) and one.get("role") == _USER]
     if said:
         return str(said[-1].get("content"))
-    return "\n".join(
-        str(one["content"] if isinstance(one, Mapping) and "content" in one else one)
-        for one in messages
-    )
+    return chat_text(messages)
 
 
 def with_last_messages(samples: pa.Table) -> pa.Table:

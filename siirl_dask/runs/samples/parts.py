@@ -55,12 +55,12 @@ class SamplePart:
         table = pa.concat_tables([footer.schema.empty_table(), *groups])
         table = table.replace_schema_metadata(None)
         table = table.append_column(STEP, pa.array([self.step] * table.num_rows, pa.int64()))
-        columns = [
-            decoded_column(table[field.name]).cast(field.type)
-            if field.name in table.column_names
-            else pa.chunked_array([pa.nulls(table.num_rows, field.type)])
-            for field in schema
-        ]
+        columns = []
+        for field in schema:
+            if field.name in table.column_names:
+                columns.append(decoded_column(table[field.name]).cast(field.type))
+            else:
+                columns.append(pa.chunked_array([pa.nulls(table.num_rows, field.type)]))
         return pa.table(columns, schema=schema)
 
 

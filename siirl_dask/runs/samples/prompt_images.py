@@ -72,8 +72,8 @@ class StoredPromptImages:
         if not {DATA_PART, DATA_ROW} <= {*samples.column_names} or self._config is None:
             return samples
         names = [name for name in ORIGIN if name in samples.column_names]
-        told = [self._of(self._config, row) for row in samples.select(names).to_pylist()]
-        return samples.append_column(PICTURES, pa.array(told, pa.list_(_PICTURE)))
+        pictures = [self._of(self._config, row) for row in samples.select(names).to_pylist()]
+        return samples.append_column(PICTURES, pa.array(pictures, pa.list_(_PICTURE)))
 
     def of(self, sample: Mapping[str, Any]) -> Sequence[Picture]:
         """Return the images of a sample's prompt, by what it has of the columns ``ORIGIN``."""

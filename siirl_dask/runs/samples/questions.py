@@ -202,7 +202,7 @@ def diff(rollouts: Rollouts, then: int, now: int, *, full: bool = False) -> pa.T
     if not keys:
         keys = {"key": text(rollouts, prompt(rollouts))}
     question = prompt(rollouts) if full else asked(rollouts)
-    told = {
+    columns = {
         name: text(rollouts, column) if column else "NULL::VARCHAR"
         for name, column in {PROMPT: question, ANSWER: one_of(rollouts, ANSWER)}.items()
     }
@@ -213,7 +213,7 @@ def diff(rollouts: Rollouts, then: int, now: int, *, full: bool = False) -> pa.T
             rollouts,
             rollouts.of_steps([step]),
             **keys,
-            **told,
+            **columns,
             reward=REWARD,
             response=RESPONSE,
             row_id=ROW_ID,

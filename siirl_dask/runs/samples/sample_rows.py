@@ -147,17 +147,19 @@ def whole_sample(url: str, step: int, row_id: int) -> WholeSample | None:
             return None
         there = rollouts.schema.names
         lists = [name for name in (*_LISTS, RESPONSE_MASK) if name in there]
-        more = [f"{name}[1:{_TOKENS + 1}] AS {name}" for name in lists] + [TURNS] * (TURNS in there)
+        more = [f"{name}[1:{_TOKENS + 1}] AS {name}" for name in lists]
+        if TURNS in there:
+            more.append(TURNS)
         more += [name for name in ORIGIN if name in there]
         place = (step, found["row_ids"][0].as_py())
         (rows,) = _rows(rollouts, [place], _WHOLE, more, full=True)
         spoken = bool(spoken_columns(rollouts))
-    sample = _sample(
-        [{**row, TURNS: len(row[TURNS] or ())} if TURNS in row else row for row in rows]
-    )
-    ids, sampled, trained = (
-        [value for row in rows for value in row.get(name) or ()] for name in _LISTS
-    )
+    with_turn_counts = []
+    for row in rows:
+        counts = {TURNS: len(row[TURNS] or ())} if TURNS in row else {}
+        with_turn_counts.append({**row, **counts})
+    sample = _sample(with_turn_counts)
+    ids, sampled, trained = (_values_of(rows, name) for name in _LISTS)
     spans, begins = _spans(rows) if spoken else ((), ())
     longest = max(map(len, (sample.prompt, sample.response, sample.answer)))
     is_cut = len(ids) > _TOKENS
@@ -174,6 +176,14 @@ def whole_sample(url: str, step: int, row_id: int) -> WholeSample | None:
         origin={name: rows[0][name] for name in ORIGIN if name in rows[0]},
         cut=is_cut,
     )
+
+
+def _values_of(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    """Return the values of a column of lists, row after row."""
+    values: list[Any] = []
+    for row in rows:
+        values.extend(row.get(name) or ())
+    return values
 
 
 def _spans(rows: Sequence[Mapping[str, Any]]) -> tuple[list[WrittenSpan], list[int]]:

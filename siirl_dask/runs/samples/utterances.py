@@ -130,12 +130,12 @@ def utterances(rows: Sequence[Mapping[str, Any]], decode: Decode | None) -> list
 
     Without ``decode``, or where a row has no ids, its response is told as a whole.
     """
-    told: list[Utterance] = []
+    utterances: list[Utterance] = []
     turn = 0
     for number, row in enumerate(rows):
         who = row[AGENT] if row.get(AGENT) else POLICY
         if number:
-            told.append(
+            utterances.append(
                 Utterance(
                     f"segment {number + 1}, a new history",
                     UtteranceKind.SEGMENT,
@@ -145,25 +145,27 @@ def utterances(rows: Sequence[Mapping[str, Any]], decode: Decode | None) -> list
         ids = row.get(RESPONSE_IDS)
         if decode is None or not ids:
             turn += len(row.get(TURNS) or ())
-            told.append(
+            utterances.append(
                 Utterance(who, UtteranceKind.SAID, row.get(RESPONSE) or "", None, row.get(REWARD))
             )
             continue
         for span in spans_of(len(ids), row.get(RESPONSE_MASK), row.get(TURNS)):
             if span.own:
                 turn += 1
-                told += said(who, decode(ids[span.start : span.stop], False), turn, span.reward)
+                utterances += said(
+                    who, decode(ids[span.start : span.stop], False), turn, span.reward
+                )
             else:
-                told += answered(decode(ids[span.start : span.stop], True))
+                utterances += answered(decode(ids[span.start : span.stop], True))
     if rows and rows[-1].get(FINISH_REASON) == FAILED:
-        told.append(
+        utterances.append(
             Utterance(
                 ENVIRONMENT,
                 UtteranceKind.FAILURE,
                 "a call of the environment failed: the episode has no reward",
             )
         )
-    return told
+    return utterances
 
 
 def _prompt(row: Mapping[str, Any], decode: Decode | None) -> str:
@@ -197,19 +199,19 @@ def answered(text: str) -> list[Utterance]:
             break
     else:
         found = [(ENVIRONMENT, text)]
-    told = []
+    utterances = []
     for role, content in found:
         content = _MARKS.sub("", content).strip()
         if role in _ASSISTANT and content in _OPENINGS:
             continue
         for part, is_result in _split(_RESULT, content):
             if is_result or role in (TOOL, "ipython"):
-                told.append(Utterance(TOOL, UtteranceKind.RESULT, part))
+                utterances.append(Utterance(TOOL, UtteranceKind.RESULT, part))
             else:
-                told.append(
+                utterances.append(
                     Utterance(ENVIRONMENT if role == "user" else role, UtteranceKind.ANSWER, part)
                 )
-    return told
+    return utterances
 
 
 def _messages(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, str]]:

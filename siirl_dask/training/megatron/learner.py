@@ -133,12 +133,15 @@ class MegatronLearner(Learner):
         what several have.
         """
         named = zip(self._weights.parameters, self._gradients.parts, strict=True)
-        counted = [
-            torch.linalg.vector_norm(gradient, dtype=torch.float64)
-            for at, (name, gradient) in enumerate(named)
-            if (self._grid.counts_experts if at >= self._first_of_experts else self._counts(name))
-        ]
-        return float(torch.stack(counted).square().sum()) if counted else 0.0
+        norms = []
+        for at, (name, gradient) in enumerate(named):
+            is_of_experts = at >= self._first_of_experts
+            counts = self._grid.counts_experts if is_of_experts else self._counts(name)
+            if counts:
+                norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        if not norms:
+            return 0.0
+        return float(torch.stack(norms).square().sum())
 
     def _counts(self, parameter: str) -> bool:
         """Return whether this rank counts a parameter that is not one of experts."""

@@ -38,22 +38,16 @@ class StageMessages(P2PCommunicator):  # type: ignore[misc]  # megatron-core may
         """Send the shapes of these tensors, and return those of what the previous and the next
         stage send.
         """
-        forward, backward = (
-            None if each is None else torch.tensor(each.shape)
-            for each in (tensor_send_next, tensor_send_prev)
-        )
-        previous, following = (
-            torch.zeros(_DIMENSIONS, dtype=torch.int64) if expected else None
-            for expected in (recv_prev, recv_next)
-        )
-        for request in self._start(
+        forward = _shape_to_send(tensor_send_next)
+        backward = _shape_to_send(tensor_send_prev)
+        previous = torch.zeros(_DIMENSIONS, dtype=torch.int64) if recv_prev else None
+        following = torch.zeros(_DIMENSIONS, dtype=torch.int64) if recv_next else None
+        requests = self._start(
             forward, backward, previous, following, (_LENGTH_FORWARD, _LENGTH_BACKWARD)
-        ).values():
-            request.wait()
-        shapes = (
-            [0] * _DIMENSIONS if each is None else each.tolist() for each in (previous, following)
         )
-        return next(shapes), next(shapes)
+        for request in requests.values():
+            request.wait()
+        return _received_shape(previous), _received_shape(following)
 
     def _communicate(
         self,
@@ -118,3 +112,18 @@ class StageMessages(P2PCommunicator):  # type: ignore[misc]  # megatron-core may
                 backward.contiguous(), self.prev_rank, group, backwards
             )
         return requests
+
+
+def _shape_to_send(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor's shape as a tensor; None if there is none."""
+    if tensor is None:
+        return None
+    return torch.tensor(tensor.shape)
+
+
+def _received_shape(shape: Tensor | None) -> list[int]:
+    """Return a shape that has arrived; zeros if none was expected."""
+    if shape is None:
+        return [0] * _DIMENSIONS
+    numbers: list[int] = shape.tolist()
+    return numbers

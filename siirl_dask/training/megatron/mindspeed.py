@@ -146,9 +146,8 @@ def _repatch(wanted: Mapping[str, Any]) -> None:
             )
             if not lacking:
                 adaptor.repatch(dict(wanted))
-        except (
-            Exception
-        ) as error:  # MindSpeed's own: a missing library, a patch that does not fit megatron-core
+        except Exception as error:
+            # MindSpeed's own: a missing library, a patch that does not fit megatron-core
             first = str(error).strip().partition("\n")[0]
             raise ConfigError(
                 f"trainer.operators: {MINDSPEED} cannot patch megatron-core: "

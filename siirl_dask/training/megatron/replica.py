@@ -122,11 +122,9 @@ class Replica:
             scores = [torch.cat(each) for each in zip(*found, strict=True)]
         if self.grid.pipeline > 1:
             total = sum(len(part.targets) for part in parts)
-            all_scores = (
-                torch.stack(scores)
-                if self.grid.last
-                else torch.empty(self._count, total, device=self.device)
-            )
+            all_scores = torch.empty(self._count, total, device=self.device)
+            if self.grid.last:
+                all_scores = torch.stack(scores)
             source = dist.get_global_rank(self.grid.pp, self.grid.pipeline - 1)
             dist.broadcast(all_scores, source, group=self.grid.pp)
             scores = list(all_scores)
@@ -137,7 +135,7 @@ class Replica:
         ``Learner.update``.
 
         Losses are evaluated on the last stage, whose ranks all have the same scores. To be seen one
-        by one, micro- batches go through the stages one by one.
+        by one, micro-batches go through the stages one by one.
         """
 
         def passes(batch: B, weigh: Weighing, see: See | None) -> None:
@@ -153,7 +151,8 @@ class Replica:
                 newest[:] = [evaluate(batch, part, self._scores(part, hidden))]
                 return weigh(*newest[0]), None
 
-            for together in [parts] if see is None else [[part] for part in parts]:
+            batches = [parts] if see is None else [[part] for part in parts]
+            for together in batches:
                 self._run(self._enough(together, batch.rows), loss, backward=True)
                 if see is not None and self.grid.last:
                     see(*newest[0])
@@ -164,9 +163,14 @@ class Replica:
         """Cut the replica's rows into micro-batches; none without rows. Linked replicas take part
         in each pass, so that one with fewer gets idle ones as well.
         """
-        budget = self._trainer.max_tokens_per_micro_batch * self.grid.context  # that of one rank
-        parts = micro_batches(rows, budget) if rows.tokens.numel() else []
-        most = len(parts) if self.grid.linked == 1 else max(self.grid.gather_linked(len(parts)))
+        # max_tokens_per_micro_batch is the budget of one rank of the context
+        budget = self._trainer.max_tokens_per_micro_batch * self.grid.context
+        parts: list[MicroBatch] = []
+        if rows.tokens.numel():
+            parts = micro_batches(rows, budget)
+        if self.grid.linked == 1:
+            return parts
+        most = max(self.grid.gather_linked(len(parts)))
         return parts + [idle_batch(rows)] * (most - len(parts))
 
     def _enough(self, parts: list[MicroBatch], rows: PackedRows) -> list[MicroBatch]:
@@ -231,9 +235,8 @@ class Replica:
             return self._scores_of(hidden[:, 0][at], targets)
         at = at - self.grid.of_tokens * len(hidden)
         here = (at >= 0) & (at < len(hidden))
-        return shared_tokens(
-            self._scores_of(hidden[:, 0][at[here]], targets[here]), here, self.grid.cp
-        )
+        own_scores = self._scores_of(hidden[:, 0][at[here]], targets[here])
+        return shared_tokens(own_scores, here, self.grid.cp)
 
     def _scores_of(self, predicting: Tensor, targets: Tensor) -> list[Tensor]:
         """Score tokens from the states that predict them. [C, D], [C] -> [C] each."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from siirl_dask.algorithms import Aggregation, LossFn, TokenLoss, ValueLossFn, token_mean
 from siirl_dask.context import HoldsNoGroups
 from siirl_dask.models.routing import Routing
-from siirl_dask.training.critic import value_inputs
-from siirl_dask.training.learner import loss_inputs, select_tokens
+from siirl_dask.training.critic import value_losses
+from siirl_dask.training.learner import policy_losses
 from siirl_dask.training.megatron.learner import MegatronLearner
 from siirl_dask.training.megatron.replica import Built, Replica
 from siirl_dask.training.model.replay import with_routes
@@ -62,7 +62,7 @@ class _Scoring(HoldsNoGroups):
         self._replica.weights.put(self._replica.weights.parameters, state["model"])
         self._replica.weights.to_stage()
 
-    def sleep(self, **told: bool) -> None:
+    def sleep(self, **unused: bool) -> None:
         """Keep the model where it is: ``park`` is refused."""
 
     def leave_groups(self) -> bool:
@@ -99,7 +99,9 @@ class _Learning(_Scoring):
         kept.
         """
         averages = dict(self._learner.ema())
-        return self._replica.weights.full(averages, self._replica.dtype) if averages else iter(())
+        if not averages:
+            return iter(())
+        return self._replica.weights.full(averages, self._replica.dtype)
 
     def state(self) -> dict[str, Any]:
         """Return the state to resume from, this rank's part of it, laid out as ``Trainer.state``
@@ -173,14 +175,11 @@ class MegatronPolicy(_Learning):
             batch: TrainBatch, part: MicroBatch, scores: Sequence[Tensor]
         ) -> tuple[TokenLoss, Tensor]:
             logprobs, entropy, _ = scores
-            selection = select_tokens(batch, part, logprobs.device)
-            loss = loss_fn(loss_inputs(batch, selection, logprobs, entropy))
-            return selection.attach(loss, logprobs), selection.offsets
+            return policy_losses(loss_fn, batch, part, logprobs, entropy)
 
         batches = [replace(batch, rows=with_routes(batch.rows, self._routing)) for batch in batches]
-        return self._learner.update(
-            batches, self._replica.passes(evaluate), aggregate, on_nonfinite
-        )
+        passes = self._replica.passes(evaluate)
+        return self._learner.update(batches, passes, aggregate, on_nonfinite)
 
 
 class MegatronCritic(_Learning):
@@ -211,14 +210,11 @@ class MegatronCritic(_Learning):
             batch: ValueBatch, part: MicroBatch, scores: Sequence[Tensor]
         ) -> tuple[TokenLoss, Tensor]:
             (values,) = scores
-            selection = select_tokens(batch, part, values.device)
-            loss = loss_fn(value_inputs(batch, selection, values))
-            return selection.attach(loss, values), selection.offsets
+            return value_losses(loss_fn, batch, part, values)
 
         batches = [replace(batch, rows=with_routes(batch.rows, None)) for batch in batches]
-        return self._learner.update(
-            batches, self._replica.passes(evaluate), aggregate, on_nonfinite
-        )
+        passes = self._replica.passes(evaluate)
+        return self._learner.update(batches, passes, aggregate, on_nonfinite)
 
 
 def _by_moment(optimizer: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

@@ -1,10 +1,15 @@
 """Chooses the attention kernel for packed rows: the best that is installed and runs on the device.
 
-| kernel | package | devices | |---|---|---| | FlashAttention-3 (arXiv:2407.08608) |
-``flash_attn_interface`` | Hopper | | FlashAttention-2 (arXiv:2307.08691) in torch |
-``torch.nn.attention.varlen`` | Ampere and later, where torch has it | | FlashAttention-2 |
-``flash_attn`` | Ampere and later | | FlexAttention (arXiv:2412.05496) | torch, triton | where no
-FlashAttention fits, and a first call succeeds |
+In this order:
+
+FlashAttention-3 (arXiv:2407.08608), package ``flash_attn_interface``
+    on Hopper.
+FlashAttention-2 (arXiv:2307.08691) in torch, ``torch.nn.attention.varlen``
+    on Ampere and later, where torch has it.
+FlashAttention-2, package ``flash_attn``
+    on Ampere and later.
+FlexAttention (arXiv:2412.05496), torch and triton
+    where no FlashAttention fits, and a first call succeeds.
 """
 
 from __future__ import annotations

@@ -121,7 +121,8 @@ def _compare(
         for function in (kernel, reference):
             value = function(*inputs)
             outputs.append([value, *torch.autograd.grad(value.float().square().sum(), inputs)])
-    for found, expected in zip(*outputs, strict=True):
+    kernel_outputs, reference_outputs = outputs
+    for found, expected in zip(kernel_outputs, reference_outputs, strict=True):
         largest = expected.float().abs().max().item()
         error = (found.float() - expected.float()).abs().max().item()
         if not error <= rounding(largest, expected.dtype):  # also for NaN
@@ -180,9 +181,8 @@ def _kernels() -> Kernels:
     try:
         found = importlib.import_module("liger_kernel.transformers.functional")
         return found.liger_rms_norm, found.liger_swiglu
-    except (
-        Exception
-    ) as error:  # it is not there; it does not fit triton, or triton does not fit the device
+    except Exception as error:
+        # it is not there; it does not fit triton, or triton does not fit the device
         raise ConfigError(
             f"trainer.liger=true: liger-kernel cannot be imported: {type(error).__name__}: "
             f"{error}; pip install 'siirl_dask[liger]', or leave it out"

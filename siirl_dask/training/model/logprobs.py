@@ -45,9 +45,8 @@ def token_logprobs(
     room for.
     """
     if not rows:
-        rows = logits_rows(
-            len(targets), hidden.shape[1], len(weight), on_cpu=hidden.device.type == "cpu"
-        )
+        on_cpu = hidden.device.type == "cpu"
+        rows = logits_rows(len(targets), hidden.shape[1], len(weight), on_cpu=on_cpu)
     head_dtype = hidden.dtype
     if float32:
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
@@ -216,9 +215,10 @@ class _TokenLogprobs(torch.autograd.Function):
         # sequence parallelism passes zeros; None saves a block
         if by_entropy is not None and not by_entropy.any():
             by_entropy = None
-        by_logprob, by_entropy = (
-            None if each is None else each[:, None] for each in (by_logprob, by_entropy)
-        )
+        if by_logprob is not None:
+            by_logprob = by_logprob[:, None]
+        if by_entropy is not None:
+            by_entropy = by_entropy[:, None]
         head = _Head(
             hidden,
             weight,

@@ -30,17 +30,19 @@ def separate_rows_in_mixers(modules: Iterable[nn.Module], current: CurrentPackin
 
 
 def innermost_mixers(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that mix tokens by a state: those that say so by ``layer_type``, as
-    transformers' do, or have a convolution; of a layer and its mixer, which both may say so, the
-    mixer.
+    """Return the modules that mix tokens by a state.
+
+    Such a module has a ``layer_type`` that says so, as those of transformers, or a convolution. If
+    a layer and its mixer both say so, the mixer is returned.
     """
     found = [module for module in modules if _mixes_by_state(module)]
-    names = {id(module) for module in found}
-    return [
-        module
-        for module in found
-        if not any(id(part) in names for part in module.modules() if part is not module)
-    ]
+    found_ids = {id(module) for module in found}
+    innermost = []
+    for module in found:
+        inner_ids = {id(part) for part in module.modules()} - {id(module)}
+        if inner_ids.isdisjoint(found_ids):
+            innermost.append(module)
+    return innermost
 
 
 def _mixes_by_state(module: nn.Module) -> bool:

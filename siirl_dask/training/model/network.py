@@ -192,37 +192,35 @@ class Network(nn.Module):
         }
 
     def matrices(self) -> set[str]:
-        """Return the names of the parameters that Muon steps: of those that learn the weights [out,
-        in] of the layers, of the decoder and of a tower, and the stacks of such, as experts are.
-        None without ``trainer.optimizer=muon``.
+        """Return the names of the parameters that Muon steps; none without
+        ``trainer.optimizer=muon``.
 
-        Embeddings, head and value head lie outside of the layers. Inside, what is no linear map
-        stays AdamW's: norms, biases, convolutions, maps to a single number, and the 2-D parameters
-        of state-space layers, which are no ``weight``.
+        These are the parameters that learn and are linear maps inside the layers of the decoder or
+        of a tower: weights [out, in], and stacks of such, as experts are. AdamW steps all others:
+        embeddings, head and value head, which lie outside of the layers, and in the layers norms,
+        biases, convolutions, maps to a single number, and the 2-D parameters of state-space layers,
+        which are not called ``weight``.
         """
         if self._trainer is None or self._trainer.optimizer != OptimizerName.muon:
             return set()
-        hidden = {
-            parameter
-            for layer in [*self.layers(), *self.tower_layers()]
-            for module in layer.modules()
-            if not isinstance(module, (nn.Embedding, _ConvNd))
-            for name, parameter in module.named_parameters(recurse=False)
-            if (parameter.ndim == 3 or (parameter.ndim == 2 and name == "weight"))
-            and min(parameter.shape[-2:]) > 1
-        }
-        return {name for name, parameter in self.trainable().items() if parameter in hidden}
+        linear_maps = set()
+        for layer in [*self.layers(), *self.tower_layers()]:
+            for module in layer.modules():
+                if isinstance(module, (nn.Embedding, _ConvNd)):
+                    continue
+                for name, parameter in module.named_parameters(recurse=False):
+                    if _is_linear_map(name, parameter):
+                        linear_maps.add(parameter)
+        return {name for name, parameter in self.trainable().items() if parameter in linear_maps}
 
     def merged(self, others: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's parameters with adapters merged; ``others`` replace parameters of
         the same name.
         """
         named: dict[str, Tensor] = {**self.by_name(), **others}
-        return (
-            iter(named.items())
-            if self.scaling is None
-            else merged(named, self.scaling, self.device)
-        )
+        if self.scaling is None:
+            return iter(named.items())
+        return merged(named, self.scaling, self.device)
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Disable the adapters inside the ``with`` block. TypeError when there are none."""
@@ -273,24 +271,28 @@ class Network(nn.Module):
 
     @torch.no_grad()
     def find_row_layout(self, operators: Mapping[str, str] = REFERENCE) -> Trial:
-        """Switch to packed attention, and to the library of each operator, where the model gives
-        the same logits so as in plain passes over each of ``trial_rows``; where it does not, to
-        another layout of rows that does.
+        """Switch to the library of each operator, and to the first layout of rows in which the
+        model gives the same logits as in plain passes over each of ``trial_rows``. Packed attention
+        is tried first.
+
+        Returns the layout, None where none gives them, and why each one before it was refused.
         """
         rows = trial_rows(self.model.config.get_text_config(), self.inputs)
         decoder = decoder_of(self.model)
         self._plain_attention = decoder.config._attn_implementation
         decoder.set_attn_implementation(EAGER)  # transformers' sdpa leaves soft caps out
-        expected = torch.cat([*self._plain_outputs(rows)])
+        expected = torch.cat(list(self._plain_outputs(rows)))
         operators = settle(operators, self.modules(), self.device)
-        if ligers := [operator for operator, library in operators.items() if library == LIGER]:
+        ligers = [operator for operator, library in operators.items() if library == LIGER]
+        if ligers:
             use_liger(self.modules(), self.device, ligers)
         use_operators(self.modules(), operators)
         self._attention = operators["attention"]
         (batch,) = micro_batches(rows, budget=len(rows.tokens), inputs=self.inputs)
         tolerance = rounding(expected.abs().max().item(), expected.dtype)
         failures = []
-        for layout in [RowLayout.packed] if self._packed_alone else list(RowLayout):
+        layouts = [RowLayout.packed] if self._packed_alone else list(RowLayout)
+        for layout in layouts:
             try:
                 self._use_layout(layout, batch)
                 error = self._error(batch, expected)
@@ -344,9 +346,9 @@ class Network(nn.Module):
                 images = rows.images.groups[int(rows.images.of_row[row])]
                 seen = plain_arguments(ids, self.inputs.pixels(images), self.inputs.image_token)
             output = self.model(ids, use_cache=False, **seen)
-            yield (output[0] if self.model.get_output_embeddings() is None else output.logits)[
-                0, prompt - 1 : -1
-            ]
+            has_head = self.model.get_output_embeddings() is not None
+            outputs = output.logits if has_head else output[0]
+            yield outputs[0, prompt - 1 : -1]
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         """Compute last hidden states, [T, D]."""
@@ -355,26 +357,30 @@ class Network(nn.Module):
             if batch.shared is None:
                 return separate_hidden_states(self.model, ids[0], batch.runs, self.layout)
             shared = batch.shared.to(self.device)
-            return separate_hidden_states(
+            of_whole_rows = separate_hidden_states(
                 self.model, ids[0, shared.whole], batch.runs, self.layout
-            )[shared.first]
+            )
+            return of_whole_rows[shared.first]
         return self._packed_hidden(batch, ids)
 
     def _packed_hidden(self, batch: MicroBatch, ids: Tensor) -> Tensor:
-        """Compute them in one pass. A mask or a cache would silently mix the rows (log-probs off
-        by 0.5).
+        """Compute last hidden states, [T, D], in one pass over all rows. A mask or a cache would
+        silently mix the rows (log-probs off by 0.5).
         """
         device = self.device
         inputs: dict[str, Any] = {"input_ids": ids}
         if self.inputs is not None:
             inputs = decoder_inputs(self.model, ids, batch.images, self.inputs, always=self._always)
+        ranks = None if batch.route is None else batch.route.ranks
+        shared = None if batch.shared is None else batch.shared.to(device)
+        routes = None if batch.routes is None else batch.routes.to(device, torch.int64)
         self._current.packing = Packing(
             batch.runs,
-            None if batch.route is None else batch.route.ranks,
+            ranks,
             ends_for_kernels(batch.runs, device),
-            shared=None if batch.shared is None else batch.shared.to(device),
+            shared=shared,
             library=self._attention,
-            routes=None if batch.routes is None else batch.routes.to(device, torch.int64),
+            routes=routes,
         )
         output = decoder_of(self.model)(
             **inputs,
@@ -384,6 +390,15 @@ class Network(nn.Module):
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+
+def _is_linear_map(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter of a module is a weight [out, in], or a stack [n, out, in]."""
+    if parameter.ndim == 2 and name != "weight":
+        return False
+    if parameter.ndim not in (2, 3):
+        return False
+    return min(parameter.shape[-2:]) > 1
 
 
 @torch.no_grad()

@@ -101,9 +101,9 @@ def _with_images(
     features = images.features.to(device)
     shown = _pick([one.embeddings for one in found], features).to(embeddings.dtype)
     arguments: dict[str, Any] = {"inputs_embeds": embeddings.index_copy(1, places, shown[None])}
-    if levels := [
-        _pick(level, features) for level in zip(*(one.levels for one in found), strict=True)
-    ]:
+    levels_of_images = zip(*(one.levels for one in found), strict=True)
+    levels = [_pick(level, features) for level in levels_of_images]
+    if levels:
         stands_for_image = torch.zeros(embeddings.shape[:2], dtype=torch.bool, device=device)
         stands_for_image[0, places] = True
         arguments |= {"visual_pos_masks": stands_for_image, "deepstack_visual_embeds": levels}

@@ -96,15 +96,22 @@ def gather_rows(rows: PackedRows, ranks: Rank, device: torch.device) -> tuple[Pa
     to, [R] int64.
     """
     own = torch.cat([rows.offsets.diff(), rows.prompt_lengths, rows.tokens])
-    sizes = all_gather(ranks.group, torch.tensor([len(rows), len(rows.tokens)], device=device))
-    numbers = [2 * count + tokens for count, tokens in sizes.tolist()]
-    gathered = all_gather(ranks.group, pad(own, (0, max(numbers) - len(own))).to(device))
-    gathered_rows = [
-        message[:number].split([count, count, tokens])
-        for message, number, (count, tokens) in zip(gathered, numbers, sizes.tolist(), strict=True)
-    ]
-    lengths, prompts, tokens = (torch.cat(parts) for parts in zip(*gathered_rows, strict=True))
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    return PackedRows(tokens, offsets, prompts), torch.arange(ranks.size).repeat_interleave(
-        sizes[:, 0]
-    )
+    own_size = torch.tensor([len(rows), len(rows.tokens)], device=device)
+    sizes = all_gather(ranks.group, own_size)
+    numbers = [2 * count + token_count for count, token_count in sizes.tolist()]
+    padded = pad(own, (0, max(numbers) - len(own)))  # a collective takes equal lengths
+    gathered = all_gather(ranks.group, padded.to(device))
+    lengths_of_ranks = []
+    prompts_of_ranks = []
+    tokens_of_ranks = []
+    for message, number, (count, token_count) in zip(
+        gathered, numbers, sizes.tolist(), strict=True
+    ):
+        lengths, prompts, tokens = message[:number].split([count, count, token_count])
+        lengths_of_ranks.append(lengths)
+        prompts_of_ranks.append(prompts)
+        tokens_of_ranks.append(tokens)
+    ends = torch.cat(lengths_of_ranks).cumsum(0)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+    rows = PackedRows(torch.cat(tokens_of_ranks), offsets, torch.cat(prompts_of_ranks))
+    return rows, torch.arange(ranks.size).repeat_interleave(sizes[:, 0])

@@ -68,8 +68,10 @@ def curve(records: Sequence[Record], line: Line, most: int | None = None) -> Cur
     """
     series = series_of(records, line.phase, line.metric)
     spread = dict(series_of(records, line.phase, line.spread)) if line.spread else {}
-    points = thin(series, len(series) if most is None else most, spread)
-    return Curve(line.label or line.metric, points, newest=series[-1][1] if series else 0.0)
+    most = len(series) if most is None else most
+    points = thin(series, most, spread)
+    newest = series[-1][1] if series else 0.0
+    return Curve(line.label or line.metric, points, newest=newest)
 
 
 def curves(records: Sequence[Record], panel: Panel, most: int | None = None) -> list[Curve]:

@@ -32,7 +32,9 @@ def refuse_other_sites(app: Any, allowed: Sequence[str], *, hosts: Sequence[str]
 
     def find_handler(request: HTTPServerRequest, **kwargs: Any) -> Any:
         name = request.host_name.lower().strip("[]")
-        is_known = name in hosts or is_address(name) if hosts else True
+        is_known = not hosts  # without a list every name is
+        if name in hosts or is_address(name):
+            is_known = True
         if is_of_another_site(request, allowed) or not is_known:
             return app.get_handler_delegate(request, ErrorHandler, {"status_code": 403})
         return own(request, **kwargs)

@@ -240,12 +240,12 @@ class Page:
         if now - self._pulses_at < self._source.pulse_seconds() - _EVERY_MS / 2000:
             return  # workers have told nothing since
         self._pulses_at = now
-        told = self._source.pulses(run)
+        pulses = self._source.pulses(run)
         if self._source.goes_on(run):
-            run.live.note(now, told.readings)
+            run.live.note(now, pulses.readings)
         traced: Held[Traced | None] = self._reader.known(("trace", run.url))
         self._timeline.show_now(run.live, now, traced.value.nodes if traced.value else ())
-        self._workers.show_states(told.states)
+        self._workers.show_states(pulses.states)
 
     def _silent(self, run: LiveRun, now: float) -> float:
         """Return the seconds since anything got done on any worker, as far as this viewer has
@@ -316,15 +316,15 @@ def _title(traced: Traced | None) -> str:
         ),
         default=None,
     )
-    told = ""
+    waits = ""
     if longest is not None:
         nanoseconds, worker, name, cause = longest
         whom = f" for worker {html.escape(cause)}" if cause else ""
-        told = (
+        waits = (
             f", longest wait: worker {html.escape(worker)} {nanoseconds / 1e9:.2f} s at "
             f"{html.escape(name)}{whom}"
         )
-    return f'<span class="soft">{steps}, {traced.found.seconds:.2f} s{told}</span>'
+    return f'<span class="soft">{steps}, {traced.found.seconds:.2f} s{waits}</span>'
 
 
 def _before(earlier: Sequence[Record], first: Record) -> list[Record]:

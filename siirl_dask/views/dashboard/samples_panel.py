@@ -68,7 +68,7 @@ class SamplesPanel:
             stylesheets=[WIDGETS],
         )
         self._colour.on_change("active", lambda attribute, old, new: self._draw())
-        self._told = Div(
+        self._caption = Div(
             text="", name="samples remark", stylesheets=[TEXTS], sizing_mode="stretch_width"
         )
         self.source = ColumnDataSource({name: [] for name in _COLUMNS}, name="sample rows")
@@ -90,7 +90,7 @@ class SamplesPanel:
         self._detail = Div(
             text=_HINT, name="sample", stylesheets=[TEXTS], sizing_mode="stretch_width"
         )
-        bar = grid([self._choice, self._told], least=330)
+        bar = grid([self._choice, self._caption], least=330)
         wide = column(self._table, sizing_mode="stretch_width", styles={"overflow-x": "auto"})
         self.root = column(bar, wide, self._colour, self._detail, sizing_mode="stretch_width")
 
@@ -112,7 +112,7 @@ class SamplesPanel:
         if rows is not None and not rows:
             none = "none yet" if self.choice is Choice.NEWEST else "none in the last steps"
         bad = f' <span class="bad">{html.escape(remark)}</span>' if remark else ""
-        self._told.text = f'<span class="soft">{which or none}</span>{bad}'
+        self._caption.text = f'<span class="soft">{which or none}</span>{bad}'
         self._columns["turns"].visible = any(one.turns is not None for one in self._rows)
         self._columns["parts"].visible = any(one.parts for one in self._rows)
         self.source.selected.indices = []
@@ -184,7 +184,7 @@ def _detail(seen: Seen, colour: str) -> str:
         ("worker", one.worker),
         ("weights", "" if sample.weights_version is None else str(sample.weights_version)),
     ]
-    told = "".join(
+    cells = "".join(
         f"<td><span class='soft'>{html.escape(name)}</span> {html.escape(value)}</td>"
         for name, value in facts
         if value
@@ -199,7 +199,7 @@ def _detail(seen: Seen, colour: str) -> str:
     boxes = (
         f"<div><span class='soft'>{html.escape(name)}</span>{text}</div>" for name, text in texts
     )
-    return f"<table class='parts'><tr>{told}</tr></table><div class='whole'>{''.join(boxes)}</div>"
+    return f"<table class='parts'><tr>{cells}</tr></table><div class='whole'>{''.join(boxes)}</div>"
 
 
 def _prompt(text: str) -> str:
@@ -220,10 +220,10 @@ def _response(
     own = [at for span in sample.spans if span.own for at in range(span.start, span.stop)]
     if not sample.spans:
         own = list(range(sum(number for _, number in pieces)))
-    told, draw = _colours(sample, own, bool(pieces), colour)
+    key, draw = _colours(sample, own, bool(pieces), colour)
     if not pieces or len(sample.spans) < 2:
-        return plain_text(sample.row.response) if draw is None else draw(pieces, 0), told
-    return "".join(_turns(sample, pieces, draw)), told
+        return plain_text(sample.row.response) if draw is None else draw(pieces, 0), key
+    return "".join(_turns(sample, pieces, draw)), key
 
 
 _Draw = Callable[[Sequence[tuple[str, int]], int], str]
@@ -247,18 +247,18 @@ def _colours(
     own = [at for at in own if at < len(sampled)]
     if colour == _COLOURS[0] and len(sampled) == len(trained):
         widest = max((abs(trained[at] - sampled[at]) for at in own), default=0.0)
-        told = (
+        key = (
             "Red: likelier to the trainer than to the engine, blue: less likely; at most "
             f"{widest:.2g} nats apart."
         )
-        return told, lambda pieces, first: by_ratio(pieces, sampled[first:], trained[first:])
+        return key, lambda pieces, first: by_ratio(pieces, sampled[first:], trained[first:])
     mean = sum(sampled[at] for at in own) / max(1, len(own))
     tokens = counted(len(own), "token")
-    told = (
+    key = (
         f"The stronger the colour, the less likely the token was; {tokens} of {mean:.3g} nats on "
         "average."
     )
-    return told, lambda pieces, first: by_logprob(pieces, sampled[first:])
+    return key, lambda pieces, first: by_logprob(pieces, sampled[first:])
 
 
 def _turns(

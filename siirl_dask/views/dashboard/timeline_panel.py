@@ -77,7 +77,7 @@ class TimelinePanel:
         self._past.add_glyph(self._path, path)
         hover_over(self._past, [bars])
         self._past.xaxis.axis_label = "seconds"
-        stays = [("worker", "@worker"), ("", "@name"), ("for", "@seconds{0.0} s"), ("", "@told")]
+        stays = [("worker", "@worker"), ("", "@name"), ("for", "@seconds{0.0} s"), ("", "@note")]
         self._stays = ColumnDataSource(_no_stays(), name="live bars")
         self._now = plot(
             "", stays, y_range=self._lanes_now, x_range=Range1d(start=-_SECONDS, end=0), height=120
@@ -88,12 +88,12 @@ class TimelinePanel:
         for fig in (self._past, self._now):
             fig.ygrid.visible = False
             fig.min_border_left = 70
-        self._told = Div(
+        self._caption = Div(
             text="", name="timeline remark", stylesheets=[TEXTS], sizing_mode="stretch_width"
         )
         self._key = Div(text="", stylesheets=[TEXTS], sizing_mode="stretch_width")
         self.root = column(
-            self._told, self._past, self._key, self._now, sizing_mode="stretch_width"
+            self._caption, self._past, self._key, self._now, sizing_mode="stretch_width"
         )
 
     @property
@@ -104,7 +104,7 @@ class TimelinePanel:
         """Show steps of a trace; ``nodes`` is the order of their colours, ``remark`` why there
         is nothing new.
         """
-        self._told.text = title + (
+        self._caption.text = title + (
             f' <span class="bad">{html.escape(remark)}</span>' if remark else ""
         )
         if past is None:
@@ -162,7 +162,7 @@ class TimelinePanel:
             "hatch": ["right_diagonal_line" if stay.waits else " " for _, stay in stays],
             "name": [stay.place for _, stay in stays],
             "seconds": numbers(stay.end - stay.start for _, stay in stays),
-            "told": ["waits for other workers" if stay.waits else "" for _, stay in stays],
+            "note": ["waits for other workers" if stay.waits else "" for _, stay in stays],
         }
         if list(reversed(workers)) != self._lanes_now.factors:
             self._lanes_now.factors = list(reversed(workers))
@@ -217,7 +217,7 @@ def _no_stays() -> dict[str, list[object]]:
             "hatch",
             "name",
             "seconds",
-            "told",
+            "note",
         )
     }
 

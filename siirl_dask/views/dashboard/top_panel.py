@@ -77,8 +77,8 @@ class TopPanel:
             max_items=7,
         )
         self._others.on_change("value", lambda attribute, old, new: changed())
-        self._told = Div(text="", name="state", stylesheets=[TEXTS], sizing_mode="stretch_width")
-        self.root = row(self._told, sizing_mode="stretch_width")
+        self._caption = Div(text="", name="state", stylesheets=[TEXTS], sizing_mode="stretch_width")
+        self.root = row(self._caption, sizing_mode="stretch_width")
         self.button = Button(label="dark", width=60, stylesheets=[WIDGETS], align="end")
         self.controls = row(
             self._run, self._others, self.button, styles={"flex-wrap": "wrap"}, align="end"
@@ -126,7 +126,7 @@ class TopPanel:
     def show(self, run: LiveRun | None, head: Head) -> None:
         """Show the answers to what is asked of every run first."""
         if run is None:
-            self._told.text = '<span class="big">no run has used this scheduler yet</span>'
+            self._caption.text = '<span class="big">no run has used this scheduler yet</span>'
             return
         self._note_drift(run)
         cells = {
@@ -140,8 +140,8 @@ class TopPanel:
             for title, lines in cells.items()
         )
         text = f"{_title(run, head)}<div class='asks'>{boxes}</div>"
-        if text != self._told.text:
-            self._told.text = text
+        if text != self._caption.text:
+            self._caption.text = text
         farewell = _farewell(run, head)
         if farewell != self.farewell.text:
             self.farewell.text = farewell

@@ -80,14 +80,14 @@ class WorkersPanel:
         tip = " ".join(f"@{name}{{0,0}} {name}" for name in _HELD)
         self._memory = self._bar_plot("memory, spilled, device, MB", tip, list(_HELD.items()))
         self._cells = ColumnDataSource(
-            {name: [] for name in ("source", "target", "nbytes", "told", "way", "text")},
+            {name: [] for name in ("source", "target", "nbytes", "note", "way", "text")},
             name="matrix",
         )
         self._sources = FactorRange()
         self._targets = FactorRange()
         self._matrix = plot(
             "bytes that moved: from the worker at the left to the one below",
-            [("from, to", "@source, @target"), ("", "@told"), ("by", "@way")],
+            [("from, to", "@source, @target"), ("", "@note"), ("by", "@way")],
             x_range=self._targets,
             y_range=self._sources,
             height=220,
@@ -191,7 +191,7 @@ class WorkersPanel:
             "source": [source for source, _ in pairs],
             "target": [target for _, target in pairs],
             "nbytes": [ways.total() for ways in pairs.values()],
-            "told": [f"{ways.total():,} bytes" for ways in pairs.values()],
+            "note": [f"{ways.total():,} bytes" for ways in pairs.values()],
             "way": [
                 ", ".join(f"{way} {count:,}" for way, count in ways.items())
                 for ways in pairs.values()

@@ -38,10 +38,12 @@ def as_data(plan: Plan, sizes: TableSizes) -> dict[str, Any]:
         "dag": dag_to_spec(plan.dag),
         "contracts": {
             name: {
-                "reads": list(stage.reads),
-                "writes": {field.name: str(field.type) for field in stage.node.contract.writes},
+                "reads": list(node_columns.reads),
+                "writes": {
+                    field.name: str(field.type) for field in node_columns.node.contract.writes
+                },
             }
-            for name, stage in plan.stages.items()
+            for name, node_columns in plan.flow.items()
         },
         "chains": _chains(plan.chains),
         "edges": [
@@ -97,19 +99,19 @@ def _link(link: Link) -> tuple[tuple[str, str], ...]:
 
 def _edge(plan: Plan, ends: tuple[str, ...], edge: Edge | None, size: Estimate) -> dict[str, Any]:
     source, target = ends[:2]
-    stage = plan.stages[target]
+    node_columns = plan.flow[target]
     moves = False
     if edge is not None:
         moves = bool(edge.moves)
     if edge is not None and moves:
         columns = edge.schema.names
     else:
-        columns = [name for name, supplier in stage.sources.items() if supplier == source]
+        columns = [name for name, supplier in node_columns.sources.items() if supplier == source]
     return {
         "source": source,
         "target": target,
         "moves": moves,
-        "rows_policy": str(edge.rows if edge else stage.node.rows),
+        "rows_policy": str(edge.rows if edge else node_columns.node.rows),
         "by_minibatch": edge is not None and edge.by_minibatch,
         "by_group": edge is not None and edge.by_group,
         "guide": edge.guide if edge else None,

@@ -75,7 +75,7 @@ class _Label:
 def _drawing(phase: str, plan: Plan, sizes: TableSizes) -> _Drawing:
     estimates = estimate(plan, sizes)
     moving = {edge.ends: edge for edge in plan.edges if edge.moves}
-    layout = lay_out(list(plan.stages), estimates)
+    layout = lay_out(list(plan.flow), estimates)
     labels = {ends: _label(plan, ends, moving.get(ends), size) for ends, size in estimates.items()}
     legend = _legend(plan)
     widest_label = max((label.width for label in labels.values()), default=0)
@@ -139,7 +139,7 @@ def _colour(plan: Plan, role: str) -> str:
 
 def _label(plan: Plan, ends: tuple[str, ...], edge: Edge | None, size: Estimate) -> _Label:
     source, target = ends[:2]
-    suppliers = plan.stages[target].sources
+    suppliers = plan.flow[target].sources
     names = (
         edge.schema.names
         if edge
@@ -182,7 +182,7 @@ def _lines(lines: Iterable[str], middle: float, first: float) -> str:
 
 
 def _box(plan: Plan, name: str, middle: float, top: int) -> str:
-    node = plan.stages[name].node
+    node = plan.flow[name].node
     left = middle - _SPACING.box / 2
     colour = _colour(plan, node.role)
     saved = ""

@@ -37,7 +37,7 @@ def describe(plan: Plan, sizes: TableSizes) -> str:
     sections = {
         _title(plan, sizes): _roles(plan, workers),
         f"{counted(len(plan.dag.nodes), 'node')} (a dot stands for {PACKAGE})": _nodes(
-            plan.stages.values()
+            plan.flow.values()
         ),
         "The chain of each worker": _chains(plan, workers),
         f"Edges (columns besides {', '.join(IDENTITY)}, which are on each)": _edges(
@@ -63,13 +63,11 @@ def _roles(plan: Plan, workers: tuple[str, ...]) -> str:
     return table(("role", "built by", "workers"), rows)
 
 
-def _nodes(stages: Iterable[NodeColumns]) -> str:
+def _nodes(flow: Iterable[NodeColumns]) -> str:
     rows = []
-    for stage in stages:
-        node = stage.node
-        columns = (
-            f"{', '.join(stage.reads) or '-'} -> {', '.join(node.contract.writes.names) or '-'}"
-        )
+    for node_columns in flow:
+        node = node_columns.node
+        columns = f"{', '.join(node_columns.reads) or '-'} -> {', '.join(node.contract.writes.names) or '-'}"
         if node.save_as:
             columns += f", saved as {node.save_as!r}"
         elif node.stage:
@@ -159,9 +157,9 @@ def _edges(
     rows = []
     for ends, size in estimates.items():
         source, target = ends[:2]
-        stage = plan.stages[target]
+        node_columns = plan.flow[target]
         edge = edges.get(ends)
-        policy = str(stage.node.rows if edge is None else edge.rows)
+        policy = str(node_columns.node.rows if edge is None else edge.rows)
         if edge is not None and edge.by_group:
             policy = "by group"
         elif edge is not None and edge.by_minibatch:
@@ -177,7 +175,7 @@ def _edges(
             at_most = "-"
             columns = [
                 name
-                for name, node in stage.sources.items()
+                for name, node in node_columns.sources.items()
                 if node == source and name not in IDENTITY
             ]
         marked = ", ".join(f"{name}?" if name in size.unknown else name for name in columns)
@@ -193,7 +191,7 @@ def _ends(edge: Edge, plan: Plan, workers: tuple[str, ...]) -> str:
     text = f"{worker_ranges(edge.sources, workers)} -> {worker_ranges(edge.targets, workers)}"
     if len(text) <= LEAST:
         return text
-    source, target = (plan.stages[name].node.role for name in (edge.source, edge.target))
+    source, target = (plan.flow[name].node.role for name in (edge.source, edge.target))
     return f"{len(edge.sources)} of {source} -> {len(edge.targets)} of {target}"
 
 

@@ -21,9 +21,9 @@ def differences(runs: Sequence[RunFacts]) -> dict[str, list[str]]:
     values = [_values(run.config) for run in runs]
     different = {}
     for key in config_keys():
-        told = [_text(own[key]) if key in own else "cannot be read" for own in values]
-        if len({text for text, own in zip(told, values, strict=True) if own}) > 1:
-            different[key] = told
+        texts = [_text(own[key]) if key in own else "cannot be read" for own in values]
+        if len({text for text, own in zip(texts, values, strict=True) if own}) > 1:
+            different[key] = texts
     return different
 
 

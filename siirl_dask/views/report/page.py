@@ -69,23 +69,23 @@ def _card(at: int, run: RunFacts) -> str:
     summary = run.summary
     status = f'<span class="chip {summary.status}">{summary.status}</span>' if summary else ""
     planned = f" of {run.config.run.steps:,}" if run.config else ""
-    told = {"steps": f"{run.steps:,}{planned}"}
+    facts = {"steps": f"{run.steps:,}{planned}"}
     if summary is not None:
         scores = summary.validation
         if scores.first is not None or scores.last is not None:
-            told["validation reward"] = f"{number(scores.first)} &rarr; {number(scores.last)}"
+            facts["validation reward"] = f"{number(scores.first)} &rarr; {number(scores.last)}"
         if scores.test is not None:
-            told["test reward"] = number(scores.test)
-        told |= {"time": duration(summary.seconds), "workers": f"{summary.workers:,}"}
+            facts["test reward"] = number(scores.test)
+        facts |= {"time": duration(summary.seconds), "workers": f"{summary.workers:,}"}
         if summary.samples_per_second is not None:
-            told["samples a second"] = number(summary.samples_per_second)
+            facts["samples a second"] = number(summary.samples_per_second)
         if slow := summary.slowest:
-            told["slowest"] = f"{safe(slow.node)} on worker {safe(slow.worker)}, {slow.share:.0%}"
+            facts["slowest"] = f"{safe(slow.node)} on worker {safe(slow.worker)}, {slow.share:.0%}"
     else:
         status = '<span class="chip open">no end recorded</span>'
     if run.config:
-        told["model"] = safe("/".join(redacted(run.config.model.path).rstrip("/").split("/")[-2:]))
-    rows = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in told.items())
+        facts["model"] = safe("/".join(redacted(run.config.model.path).rstrip("/").split("/")[-2:]))
+    rows = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
     return (
         f'<div class="run {class_of(at)}"><h3>{safe(run.label)}{status}</h3>'
         f'<p class="url">{safe(redacted(run.url))}</p><dl>{rows}</dl></div>'
@@ -110,9 +110,9 @@ def _key(runs: Sequence[RunFacts]) -> str:
 
 
 def _configuration(runs: Sequence[RunFacts]) -> str:
-    told = _own_settings(runs[0]) if len(runs) == 1 else _compared(runs)
+    body = _own_settings(runs[0]) if len(runs) == 1 else _compared(runs)
     missing = _missing(runs, "configuration")
-    return f'<h2 id="configuration">Configuration{", where the runs differ" * (len(runs) > 1)}</h2>{told}{missing}'
+    return f'<h2 id="configuration">Configuration{", where the runs differ" * (len(runs) > 1)}</h2>{body}{missing}'
 
 
 def _own_settings(run: RunFacts) -> str:
@@ -124,17 +124,18 @@ def _own_settings(run: RunFacts) -> str:
         for key, (value, usual) in own.items()
     ]
     body = table(("key", "value", "default"), rows, texts=(1, 2))
-    told = (
+    sentence = (
         "1 key differs from its default"
         if len(rows) == 1
         else f"{len(rows)} keys differ from their defaults"
     )
-    return f"<p>{told}.</p><details><summary>show them</summary>{body}</details>"
+    return f"<p>{sentence}.</p><details><summary>show them</summary>{body}</details>"
 
 
 def _compared(runs: Sequence[RunFacts]) -> str:
     rows = [
-        (f"<code>{safe(key)}</code>", *map(safe, told)) for key, told in differences(runs).items()
+        (f"<code>{safe(key)}</code>", *map(safe, values))
+        for key, values in differences(runs).items()
     ]
     heads = ("key", *(safe(run.label) for run in runs))
     body = (

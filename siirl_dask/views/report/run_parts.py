@@ -40,10 +40,10 @@ def samples(run: RunFacts) -> str:
     if found is None:
         return _missing(run, "samples")
     if found.pairs:
-        told = f"{safe(found.words)} The largest changes first:"
+        sentence = f"{safe(found.words)} The largest changes first:"
         return (
             f"<p>Validations after step {found.then} and step {found.now}. "
-            f"{told}</p>{_pairs(found)}"
+            f"{sentence}</p>{_pairs(found)}"
         )
     parts = [
         f"<p>There are no two validations to compare; these are of training step {found.now}.</p>"
@@ -86,15 +86,15 @@ def _sample(heading: str, row: Mapping[str, Any]) -> str:
         "parts": reward_parts(row),
     }
     texts["from"] = lineage(row)
-    told = []
+    parts = []
     for name, text in texts.items():
         if name == "response" and (said := conversation(row)):
-            told += [
+            parts += [
                 f"<h4>{safe(speaker(one))}</h4><pre>{shortened(one['text'])}</pre>" for one in said
             ]
         elif text not in (None, ""):
-            told.append(f"<h4>{name}</h4><pre>{shortened(text)}</pre>")
-    return f"<article><h3>{safe(heading)}</h3>{pictures_as_html(row)}{''.join(told)}</article>"
+            parts.append(f"<h4>{name}</h4><pre>{shortened(text)}</pre>")
+    return f"<article><h3>{safe(heading)}</h3>{pictures_as_html(row)}{''.join(parts)}</article>"
 
 
 def timing(run: RunFacts) -> str:
@@ -228,7 +228,7 @@ def picture(run: RunFacts) -> str:
         if missing:
             return missing
         return '<p class="note">The run recorded no DAG that can be drawn.</p>'
-    told = (
+    note = (
         "Seconds are those of the slowest worker in an average training step, without its waits; "
         "bold arrows carry bytes between workers."
         if measured
@@ -239,7 +239,7 @@ def picture(run: RunFacts) -> str:
         for at, role in enumerate(dag.roles)
     )
     return (
-        f'<p class="note">{told}</p><p class="key">{roles}</p><div '
+        f'<p class="note">{note}</p><p class="key">{roles}</p><div '
         f'class="scroll">{draw_dag(dag, measured)}</div>'
     )
 

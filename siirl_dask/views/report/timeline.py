@@ -81,11 +81,11 @@ def _rect(
     kind = colours.get(span.name, "other") if span.lane is Lane.COMPUTE else str(span.lane)
     x = _LEFT + (span.start - begun) / per_pixel
     wide = span.duration / per_pixel
-    told = f"{span.name}, {span.what}: {duration(span.duration / 1e9)}"
+    title = f"{span.name}, {span.what}: {duration(span.duration / 1e9)}"
     return (
         f'<rect class="{kind}" x="{x:.1f}" y="{_TOP + lane * (_LANE + _APART)}" width="{wide:.1f}" '
         f'height="{_LANE}">'
-        f"<title>{safe(told)}</title></rect>"
+        f"<title>{safe(title)}</title></rect>"
     )
 
 

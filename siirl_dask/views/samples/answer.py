@@ -105,7 +105,7 @@ def reward_parts(sample: Mapping[str, Any]) -> str:
 
 def lineage(sample: Mapping[str, Any]) -> str:
     """Return where a sample comes from, as far as its run has recorded it."""
-    told = {
+    columns = {
         "row": "row_id",
         "episode": "episode_id",
         "prompt": "prompt_number",
@@ -118,16 +118,19 @@ def lineage(sample: Mapping[str, Any]) -> str:
         "seed": "sampling_seed",
         "attempt": "attempt",
     }
-    there = {text: sample[name] for text, name in told.items() if sample.get(name) is not None}
+    there = {text: sample[name] for text, name in columns.items() if sample.get(name) is not None}
     return ", ".join(f"{text} {printable(str(value))}" for text, value in there.items())
 
 
 def summary(changes: Sequence[Mapping[str, Any]]) -> str:
     """Return the number of prompts that two steps share, and what became of their rewards."""
-    then, now = (sum(row[name] for row in changes) / len(changes) for name in ("then", "now"))
-    rose, fell = (sum(sign * row["change"] > 0 for row in changes) for sign in (1, -1))
-    prompts = "1 prompt is" if len(changes) == 1 else f"{len(changes)} prompts are"
+    count = len(changes)
+    then = sum(row["then"] for row in changes) / count
+    now = sum(row["now"] for row in changes) / count
+    rose = sum(row["change"] > 0 for row in changes)
+    fell = sum(row["change"] < 0 for row in changes)
+    prompts = "1 prompt is" if count == 1 else f"{count} prompts are"
     return (
         f"{prompts} in both, with a mean reward of {then:.4f} then and {now:.4f} now: "
-        f"{rose} rose, {fell} fell, {len(changes) - rose - fell} stayed."
+        f"{rose} rose, {fell} fell, {count - rose - fell} stayed."
     )

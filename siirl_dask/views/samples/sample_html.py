@@ -61,11 +61,11 @@ def by_ratio(
 
     def colour(at: int, count: int) -> tuple[str, float, str]:
         worst = max(differences[at : at + count], key=abs, default=0.0)
-        told = (
+        title = (
             f"log-prob {_number(sampled[at])} drawn, {_number(trained[at])} now, ratio "
             f"{_number(_exp(worst))}"
         )
-        return (_RED if worst > 0 else _BLUE), _strength(abs(worst), _FULL), told
+        return (_RED if worst > 0 else _BLUE), _strength(abs(worst), _FULL), title
 
     return _coloured(pieces, len(differences), colour)
 
@@ -92,9 +92,11 @@ def _coloured(
     for text, count in pieces:
         escaped = html.escape(text)
         if at + count <= known:
-            rgb, strength, told = colour(at, count)
+            rgb, strength, title = colour(at, count)
             background = f"background:rgba({rgb},{strength:.2f})" if strength >= 0.01 else ""
-            shown.append(f'<span title="{html.escape(told)}" style="{background}">{escaped}</span>')
+            shown.append(
+                f'<span title="{html.escape(title)}" style="{background}">{escaped}</span>'
+            )
         else:
             shown.append(escaped)
         at += count

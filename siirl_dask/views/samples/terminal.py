@@ -127,16 +127,16 @@ def _conversation(console: Console, said: Sequence[Mapping[str, Any]], lines: in
         if len(said) <= _UTTERANCES
         else (_UTTERANCES - _UTTERANCES // 3, _UTTERANCES // 3)
     )
-    told = []
+    parts = []
     for number, one in enumerate(said):
         if head <= number < len(said) - tail:
-            told += [Text(f"... {len(said) - head - tail} more ...", style="dim")] * (
+            parts += [Text(f"... {len(said) - head - tail} more ...", style="dim")] * (
                 number == head
             )
             continue
         text = _cut(console, one["text"], each)
-        told += [Text(speaker(one), style=_STYLES[one["kind"]]), *([text] if text else [])]
-    return Text("\n").join(told)
+        parts += [Text(speaker(one), style=_STYLES[one["kind"]]), *([text] if text else [])]
+    return Text("\n").join(parts)
 
 
 def _print_changes(console: Console, changes: Sequence[Mapping[str, Any]], *, full: bool) -> None:
@@ -152,8 +152,8 @@ def _print_changes(console: Console, changes: Sequence[Mapping[str, Any]], *, fu
             "then": "then_response",
             "now": "now_response",
         }
-        told = {label: _cut(console, row[name], lines // 3) for label, name in texts.items()}
-        console.print(_grid({"images": Text(pictures_in_words(row)), **told}))
+        cells = {label: _cut(console, row[name], lines // 3) for label, name in texts.items()}
+        console.print(_grid({"images": Text(pictures_in_words(row)), **cells}))
     if len(changes) > len(shown):
         console.print(
             Text(f"... {len(changes) - len(shown)} more prompts; --html shows them", style="dim")

@@ -152,8 +152,10 @@ def _samples(look: Look) -> Table:
 def _outcome(sample: Mapping[str, Any]) -> str:
     """Return a sample's reward and, of a conversation, its turns."""
     turns = sample.get(TURNS)
-    told = "failed" if sample.get(FINISH_REASON) == FAILED else f"reward {number(sample['reward'])}"
-    return told if turns is None else f"{told}, {counted(turns, 'turn')}"
+    outcome = (
+        "failed" if sample.get(FINISH_REASON) == FAILED else f"reward {number(sample['reward'])}"
+    )
+    return outcome if turns is None else f"{outcome}, {counted(turns, 'turn')}"
 
 
 def _short(value: object) -> str:

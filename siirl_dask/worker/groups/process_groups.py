@@ -70,10 +70,9 @@ def join(
     the same order, as torch demands. ConfigError where a role's workers have no common backend.
     """
     workers = list(devices)
-    backends = {
-        role: role_backend(role, [devices[member] for member in members])
-        for role, members in roles.items()
-    }
+    backends = {}
+    for role, members in roles.items():
+        backends[role] = role_backend(role, [devices[member] for member in members])
     backend = backend_of(devices.values())
     collectives.listen_at(host)
     dist.init_process_group(

@@ -107,9 +107,8 @@ class Tracing:
             folder = step_folder(spec.url, TRACE, step)
             index = list(spec.members).index(self._worker)
             stage_part(folder, spec.attempt, index, table, rows_per_group=_MAX_ENTRIES)
-        except (
-            Exception
-        ) as error:  # each store has errors of its own; no part of a run reads the trace
+        except Exception as error:
+            # each store has errors of its own; no part of a run reads the trace
             if not self._warned:
                 logger.warning(
                     "the trace of step %d is not written: %s: %s", step, type(error).__name__, error

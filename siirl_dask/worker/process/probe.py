@@ -80,9 +80,8 @@ def _why_unreadable(url: str) -> str | None:
             return "is not there"
         if isinstance(fs, LocalFileSystem) and not _may_read(Path(path)):
             return f"may not be read by user {os.getuid()}"
-    except (
-        Exception
-    ) as error:  # each store has errors of its own: no package, no credentials, no connection
+    except Exception as error:
+        # each store has errors of its own: no package, no credentials, no connection
         return f"cannot be opened: {type(error).__name__}: {error}"
     return None
 

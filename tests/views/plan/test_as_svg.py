@@ -41,7 +41,7 @@ def overlap(one, other):
 
 def check(root, plan):
     boxes, labels = rectangles(root, "box"), rectangles(root, "label")
-    assert len(boxes) == len(plan.stages)
+    assert len(boxes) == len(plan.flow)
     assert len(labels) == len(estimate(plan, SIZES))
     for one, other in combinations([*boxes, *labels], 2):
         assert not overlap(one, other)
@@ -62,7 +62,7 @@ def test_nothing_lies_on_anything_else(plan):
 @QUICKLY
 @given(plans())
 def test_arrows_go_down_and_past_no_node(plan):
-    layout = lay_out(list(plan.stages), estimate(plan, SIZES))
+    layout = lay_out(list(plan.flow), estimate(plan, SIZES))
     depth = {place: at for at, layer in enumerate(layout.layers) for place in layer}
     assert sum(map(len, layout.layers)) == len(depth), "two places in one"
     for (source, target, *_), path in layout.paths.items():

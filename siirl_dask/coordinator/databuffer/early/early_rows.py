@@ -193,14 +193,12 @@ class EarlyRows:
 
 def _pack(rows: Sequence[tuple[int, Mapping[str, RaggedColumn]]], columns: Sequence[str]) -> Reply:
     """Return a reply of one frame a column, the rows one after the other."""
-    lengths = {
-        name: np.array([values[name].lengths[0] for _, values in rows], np.int64)
-        for name in columns
-    }
+    lengths = {}
     frames: list[Frame] = []
     for name in columns:
-        parts = [_row_bytes(values[name]) for _, values in rows]
-        frames.append(np.concatenate(parts).data)
+        cells = [values[name] for _, values in rows]
+        lengths[name] = np.array([cell.lengths[0] for cell in cells], np.int64)
+        frames.append(np.concatenate([_row_bytes(cell) for cell in cells]).data)
     header = {
         "rows": pack_ints(np.array([row for row, _ in rows], np.int64)),
         "lengths": [pack_ints(lengths[name]) for name in columns],
