@@ -104,7 +104,7 @@ class Server:
                 has_extension=config["parallel_config"]["worker_extension_cls"] == EXTENSION,
                 generation_config=str(model["generation_config"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self.url}: it does not describe itself as a server of vLLM 0.32 does: "
                 f"{type(error).__name__}: {error}"
@@ -262,7 +262,7 @@ def _plain(response: HTTPResponse, url: str) -> Any:
         return None
     try:
         return json.loads(response.body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{url}: its answer is no JSON: {error}") from error
 
 
