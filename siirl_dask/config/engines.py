@@ -151,6 +151,8 @@ def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         port = parts.port
+        if parts.hostname:
+            parts.hostname.encode("idna")
     except ValueError as error:
         raise ConfigError(f"rollout.server.urls: {url!r}: {error}; {expected}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:

@@ -7,8 +7,10 @@ import json
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import Queue
 
 import pytest
 import torch
@@ -57,6 +59,7 @@ REQUEST = GenerationRequest([1, 2], 3, Sampling(max_tokens=4))
         ("ftp://10.0.0.7", "expected a server's address"),
         ("http://", "expected a server's address"),
         ("http://host:0", "expected a server's address"),
+        ("http://host..name:8000", "label empty or too long"),
         ("http://host:99999", "out of range"),
         ("http://me:secret@host:8000", "a user's name or a password"),
         ("http://host:8000/v1", "leave out the path"),
@@ -232,7 +235,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_configuration(tmp_pa
 
 class Answers(BaseHTTPRequestHandler):
     """Answers with what the test has put into ``server.answers``, in order, and then with the last
-    of them; or with what that returns for a path and a body.
+    of them; or with what that returns for a path and a body. Status None is no answer: the body is a
+    queue, which hears of the end of the connection.
     """
 
     def do_GET(self):
@@ -249,6 +253,10 @@ class Answers(BaseHTTPRequestHandler):
             status, body = waiting(self.path, body)
         else:
             status, body = waiting.pop(0) if len(waiting) > 1 else waiting[0]
+        if status is None:  # it generates for as long as somebody waits
+            self.connection.settimeout(20)
+            body.put(self.connection.recv(1))
+            return
         self.send_response(status)
         self.end_headers()
         self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
@@ -339,8 +347,9 @@ class VllmAnswers:
         return 200, b""
 
 
-def served(http, folder, weights, answers):
-    """A response of an engine over a server that answers so."""
+@contextmanager
+def engine_over(http, folder, weights, answers):
+    """An engine over a server that answers so."""
     http.answers = answers
     config = ServerConfig(
         urls=[f"http://127.0.0.1:{http.server_port}"], weights_folder=str(weights)
@@ -349,11 +358,40 @@ def served(http, folder, weights, answers):
     model = ModelConfig(path=str(folder), dtype=Dtype.float32)
     engine = ServerEngine(model, rollout, Device("w0"), Rank())
     try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def served(http, folder, weights, answers):
+    """A response of an engine over a server that answers so."""
+    with engine_over(http, folder, weights, answers) as engine:
         queue = LocalQueue([REQUEST])
         engine.serve(queue)
         return queue.results()[0]
-    finally:
-        engine.close()
+
+
+def test_a_server_stops_generating_for_a_call_that_failed(http, digits_task, tmp_path):
+    ended = Queue()
+
+    class Refusing(VllmAnswers):
+        begun = 0
+
+        def __call__(self, path, body):
+            if not path.endswith("/generate") or body is None or self.begun == 2:
+                return super().__call__(path, body)
+            self.begun += 1
+            if self.begun == 1:
+                return None, ended
+            return 400, b"no room"
+
+    with engine_over(http, digits_task.model, tmp_path, Refusing()) as engine:
+        with pytest.raises(RunError, match="no room"):
+            engine.serve(LocalQueue([REQUEST, replace(REQUEST, seed=4)]))
+        assert ended.get(timeout=20) == b"", "its connection was closed"
+        queue = LocalQueue([REQUEST])
+        engine.serve(queue)
+        assert queue.results()[0].token_ids == [5] * 4
 
 
 def test_a_response_of_other_weights_is_asked_for_again(http, digits_task, tmp_path):

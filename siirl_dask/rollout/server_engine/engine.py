@@ -115,8 +115,12 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
     def serve(self, queue: RequestQueue) -> None:
         """Generate until the queue is empty. A row that is done makes room for the next at once."""
         self._replacement.check()
-        # a server ends a request whose connection is closed
-        self._run(serve_concurrently(queue, self._max_rows, self._ask))
+        try:
+            self._run(serve_concurrently(queue, self._max_rows, self._ask))
+        except BaseException:
+            for server in self._servers:  # which end a request whose connection is closed
+                server.close()
+            raise
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every parameter on all servers of this worker.

@@ -1,0 +1,48 @@
+"""A client of HTTP that can end the requests it has under way."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+from tornado.iostream import IOStream, StreamClosedError
+from tornado.simple_httpclient import SimpleAsyncHTTPClient
+from tornado.tcpclient import TCPClient
+
+
+class EndingClient(SimpleAsyncHTTPClient):
+    """Its ``close`` closes the connections of requests under way as well, also those whose callers
+    were cancelled: tornado leaves them to the server, which goes on generating for nobody.
+    """
+
+    def initialize(self, **options: Any) -> None:  # type: ignore[override]
+        super().initialize(**options)
+        self._connections = _Connections(self.resolver)
+        self.tcp_client = self._connections
+
+    def close(self) -> None:
+        self._connections.end()
+        super().close()
+
+
+class _Connections(TCPClient):
+    """Opens connections, and remembers them."""
+
+    def __init__(self, resolver: Any) -> None:
+        super().__init__(resolver=resolver)
+        self._open: WeakSet[IOStream] = WeakSet()
+        self._ended = False
+
+    async def connect(self, host: str, port: int, **options: Any) -> IOStream:  # type: ignore[override]
+        stream = await super().connect(host, port, **options)
+        if self._ended:
+            stream.close()
+            raise StreamClosedError
+        self._open.add(stream)
+        return stream
+
+    def end(self) -> None:
+        """Close all connections, and any that opens from now on."""
+        self._ended = True
+        for stream in [*self._open]:
+            stream.close()
