@@ -132,6 +132,19 @@ class Turns(RequestHandler):
         self.write({"observation": said, "reward": reward, "terminated": ended, "truncated": False})
 
 
+class Endless(RequestHandler):
+    """Answers when its client has gone."""
+
+    async def post(self):
+        self.gone = asyncio.Event()
+        self.application.settings["state"]["begun"] += 1
+        await self.gone.wait()
+
+    def on_connection_close(self):
+        self.application.settings["state"]["ended"] += 1
+        self.gone.set()
+
+
 class Broken(RequestHandler):
     def post(self):
         self.set_status(500)

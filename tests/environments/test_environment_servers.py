@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from siirl_dask.environments.ecosystems.environment_servers import JsonSession
 from siirl_dask.environments.protocol import Failure, Lost
 from siirl_dask.errors import DataError, PlanError
 from siirl_dask.planner import resolve
@@ -24,11 +25,13 @@ from siirl_dask.planner.spec.dag_spec import bind
 from siirl_dask.planner.spec.names import canonical
 from tests.environments.game_servers import (
     TASKS,
+    Endless,
     answer_to,
     guess_in,
     nemo_gym_server,
     openenv_server,
     secret_of,
+    serving,
 )
 from tests.environments.trained_rows import FIRST_SEED, imported, text_of, turns_of, what_rows_say
 
@@ -228,6 +231,29 @@ def test_a_session_that_opens_after_its_episode_was_given_up_is_ended():
 
         asyncio.run(give_up())
         assert (state["most"], state["open"]) == (1, 0)
+
+
+def test_a_request_of_an_episode_that_was_given_up_is_ended(caplog):
+    """The server would go on with it, and hold the connection, for ten minutes."""
+    state = {"begun": 0, "ended": 0}
+    with serving([("/step", Endless)], state=state) as url:
+
+        async def give_up():
+            session = JsonSession(url)
+            asking = asyncio.ensure_future(session.post("/step", {}))
+            while not state["begun"]:
+                await asyncio.sleep(0.02)
+            asking.cancel()
+            await asyncio.wait([asking])
+            session.close()
+            await asyncio.sleep(0.1)
+
+        asyncio.run(give_up())
+        until = time.monotonic() + 20
+        while not state["ended"] and time.monotonic() < until:
+            time.sleep(0.02)
+        assert state == {"begun": 1, "ended": 1}
+    assert "Traceback" not in caplog.text, "nobody was to hear of it"
 
 
 def test_a_turn_goes_to_no_other_address_that_the_server_names():

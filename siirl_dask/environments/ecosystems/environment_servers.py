@@ -19,7 +19,7 @@ from siirl_dask.errors import PlanError
 from siirl_dask.planner.spec.ecosystems import EcosystemName
 
 if TYPE_CHECKING:
-    from tornado.httpclient import AsyncHTTPClient
+    from siirl_dask.http_client import EndingClient
 
 URL = "url"
 """Option of a name: where its server is."""
@@ -105,20 +105,20 @@ class JsonSession:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._client: AsyncHTTPClient | None = None
+        self._client: EndingClient | None = None
         self._cookies: dict[str, str] = {}
 
     async def post(self, path: str, body: object) -> Mapping[str, Any] | Failure:
         """Return what the server answers to ``body``, an object of JSON; a Failure where it answers
         with an error, and Lost where it does not answer.
         """
-        from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
+        from tornado.httpclient import HTTPClientError, HTTPRequest
+
+        from siirl_dask.http_client import EndingClient
 
         if self._client is None:
             # a client of the event loop's own has ten connections for all episodes
-            self._client = AsyncHTTPClient(
-                force_instance=True, max_clients=1, max_body_size=LARGEST
-            )
+            self._client = EndingClient(force_instance=True, max_clients=1, max_body_size=LARGEST)
         headers = {"Content-Type": "application/json"}
         if self._cookies:
             headers["Cookie"] = "; ".join(f"{key}={value}" for key, value in self._cookies.items())
@@ -132,7 +132,7 @@ class JsonSession:
             follow_redirects=False,
         )
         try:
-            answer = await self._client.fetch(request)
+            answer = await self._client.ask(request)
         except HTTPClientError as error:
             if error.response is None or error.response.body is None:
                 return Lost(f"{path}: {error.message}")
@@ -148,7 +148,7 @@ class JsonSession:
         return object_of(answer.body, path)
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection, and a request that is under way."""
         if self._client is not None:
             self._client.close()
 

@@ -18,7 +18,7 @@ from siirl_dask.errors import ConfigError, RunError
 if TYPE_CHECKING:
     from tornado.httpclient import HTTPResponse
 
-    from siirl_dask.rollout.server_engine.client import EndingClient
+    from siirl_dask.http_client import EndingClient
 
 logger = logging.getLogger("siirl_dask.rollout")
 EXTENSION = "siirl_dask.rollout.server_engine.extension.LoadsWeights"
@@ -238,7 +238,7 @@ class Server:
         from tornado.httpclient import HTTPClientError, HTTPRequest
         from tornado.iostream import StreamClosedError
 
-        from siirl_dask.rollout.server_engine.client import EndingClient
+        from siirl_dask.http_client import EndingClient
 
         if self._client is None:
             self._client = EndingClient(
@@ -257,7 +257,7 @@ class Server:
             follow_redirects=False,
         )
         try:
-            return await self._client.fetch(request, raise_error=False)
+            return await self._client.ask(request, raise_error=False)
         except (HTTPClientError, StreamClosedError) as error:
             raise ConnectionError(str(error)) from error
 

@@ -1,10 +1,12 @@
-"""A client of HTTP that can end the requests it has under way."""
+"""A client of HTTP that ends the requests it has under way."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 from weakref import WeakSet
 
+from tornado.httpclient import HTTPRequest, HTTPResponse
 from tornado.iostream import IOStream, StreamClosedError
 from tornado.simple_httpclient import SimpleAsyncHTTPClient
 from tornado.tcpclient import TCPClient
@@ -12,13 +14,23 @@ from tornado.tcpclient import TCPClient
 
 class EndingClient(SimpleAsyncHTTPClient):
     """Its ``close`` closes the connections of requests under way as well, also those whose callers
-    were cancelled: tornado leaves them to the server, which goes on generating for nobody.
+    were cancelled: tornado leaves them to the server, which goes on working for nobody.
     """
 
     def initialize(self, **options: Any) -> None:  # type: ignore[override]
         super().initialize(**options)
         self._connections = _Connections(self.resolver)
         self.tcp_client = self._connections
+
+    async def ask(self, request: HTTPRequest, *, raise_error: bool = True) -> HTTPResponse:
+        """Return the response, as ``fetch`` does. Errors are ``fetch``'s.
+
+        For callers that may be cancelled: tornado logs a traceback of a request that ends after
+        its future was.
+        """
+        answer = asyncio.ensure_future(self.fetch(request, raise_error=raise_error))
+        answer.add_done_callback(_look_at)
+        return await asyncio.shield(answer)
 
     def close(self) -> None:
         self._connections.end()
@@ -46,3 +58,8 @@ class _Connections(TCPClient):
         self._ended = True
         for stream in [*self._open]:
             stream.close()
+
+
+def _look_at(answer: asyncio.Future[HTTPResponse]) -> None:
+    if not answer.cancelled():
+        answer.exception()  # asyncio would report it as never retrieved
