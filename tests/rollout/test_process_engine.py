@@ -415,8 +415,11 @@ def test_routes_of_experts_and_images_pass_to_the_bit(engine, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_gives_the_rows_of_engines_in_its_workers(engine, train):
-    """Two workers that generate, with a process each."""
+    """Two workers that generate, with a process each. Neither takes over rows of the other's, which
+    time would decide: a row's log-probs differ in their last bits with the batch that it is in.
+    """
     common = (
+        "rollout.work_stealing=false",
         "run.steps=2",
         "cluster.workers=2",
         "cluster.placement={}",
