@@ -27,6 +27,7 @@ LAYERS = (
         "models",
         "config",
         "dask_internals",
+        "http_client",
         "tables",
         "wording",
     },

@@ -39,6 +39,7 @@ LIMITS = {
     "driver": (0, 0, 0, 0, 0, 0),
     "environments": (0, 0, 0, 0, 4, 0),
     "estimates": (0, 0, 0, 0, 0, 0),
+    "http_client": (0, 0, 0, 0, 0, 0),
     "images": (0, 0, 0, 0, 0, 0),
     "models": (0, 0, 0, 0, 0, 0),
     "nodes": (0, 0, 0, 0, 0, 0),

@@ -130,10 +130,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for url in self.urls:
             _check_url(url)
-        for url in self.urls:
-            if self.urls.count(url) > 1:
+        places = [_place(url) for url in self.urls]
+        for url, place in zip(self.urls, places, strict=True):
+            if places.count(place) > 1:
                 raise ConfigError(
-                    f"rollout.server.urls={self.urls}: {url} is there {self.urls.count(url)} "
+                    f"rollout.server.urls={self.urls}: {url} is there {places.count(place)} "
                     "times; expected each server once"
                 )
         if self.weights_folder is not None and not self.weights_folder.startswith("/"):
@@ -150,6 +151,8 @@ def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         port = parts.port
+        if parts.hostname:
+            parts.hostname.encode("idna")
     except ValueError as error:
         raise ConfigError(f"rollout.server.urls: {url!r}: {error}; {expected}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
@@ -161,6 +164,13 @@ def _check_url(url: str) -> None:
         )
     if parts.path.strip("/") or parts.query or parts.fragment:
         raise ConfigError(f"rollout.server.urls: {url!r}: leave out the path; {expected}")
+
+
+def _place(url: str) -> tuple[str | None, int]:
+    """Return host and port of a server, which may be written in several ways."""
+    parts = urlsplit(url)
+    usual = 443 if parts.scheme == "https" else 80
+    return parts.hostname, usual if parts.port is None else parts.port
 
 
 def changed_options(

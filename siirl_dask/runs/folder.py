@@ -44,6 +44,7 @@ from siirl_dask.runs.identity_file import (
     IdentityFile,
     Relocation,
     read_identity_file,
+    relocation_of,
     remove_identity_file,
 )
 from siirl_dask.runs.tables import REPLAY, listed, remove_steps
@@ -169,6 +170,27 @@ def read_identity(url: str) -> RunIdentity | None:
     return RunIdentity(_deciding(recorded_config(text, url)), redacted(_deciding_nodes(dag)))
 
 
+def known_digests(config: Config, dag: DAG) -> list[str]:
+    """Return the digests of the identity of the run at ``run.url``: the first as it starts now, the
+    others as it started where it was before, while nothing else has changed.
+
+    ConfigError for a damaged record.
+    """
+    url = config.run.url
+    identity = RunIdentity.of(config, dag)
+    recorded = read_identity(url)
+    file = read_identity_file(url)
+    digests = [identity.digest()]
+    if recorded is None or file is None:
+        return digests
+    moved = relocation_of(url)
+    if recorded.differences(identity, moved):
+        return digests
+    if moved is not None:
+        digests.append(recorded.digest())
+    return [*dict.fromkeys([*digests, *file.digests])]
+
+
 def recorded_config(
     text: str | bytes,
     url: str,
@@ -213,6 +235,7 @@ def write_identity(
     """
     fs, path = open_fs(config.run.url)
     earlier = read_identity_file(config.run.url) if replace else None
+    digests = known_digests(config, dag)[1:] if replace else []
     if earlier is not None:
         kept = {name: one for name, one in earlier.tables.items() if name in tables}
         tables = {**tables, **kept}
@@ -229,7 +252,8 @@ def write_identity(
     spec = (json.dumps(redacted(dag_to_spec(dag)), indent=2) + "\n").encode()
     write_atomic(fs, f"{path}/{DAG_FILE}", spec)
     files = {CONFIG_FILE: FileDigest.of(text), DAG_FILE: FileDigest.of(spec)}
-    IdentityFile(files=files, data=data, tables=tables).write(config.run.url)
+    file = IdentityFile(files=files, data=data, tables=tables, digests=digests)
+    file.write(config.run.url)
 
 
 def check_writable(url: str, *, write: bool = True, option: str = "run.url") -> None:

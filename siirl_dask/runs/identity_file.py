@@ -5,7 +5,8 @@ rows it has to have, and digests of its small files.
      "url":    "/home/me/runs/quickstart",
      "files":  {"config.yaml": [bytes, SHA-256], "dag.json": [bytes, SHA-256]},
      "data":   {"data.url": {"version": null, "rows": 4096, "bytes": 88231, "digest": SHA-256}},
-     "tables": {"rollouts": ["train", 1], "validation": ["validation", 0]}}
+     "tables": {"rollouts": ["train", 1], "validation": ["validation", 0]},
+     "digests": ["0b5c9d7e1f2a3c4d"]}
 
 Each start writes it, after the files that it has digests of. Runs of earlier versions have none:
 they are resumed and checked without. ``retention.json`` beside it says which rows were deleted on
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 import json
 import os.path
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -86,6 +88,9 @@ class IdentityFile:
     url: str = ""
     """Where the run's folder was at its last start: an absolute path or a URL. Empty in a run of an
     earlier version."""
+    digests: Sequence[str] = ()
+    """Digests of the run's identity in other places, where it was before: it is the same run, and
+    what it wrote there is its own."""
 
     def write(self, url: str) -> None:
         """Write the file of the run at ``url``, which is where the run is from now on."""
@@ -96,6 +101,7 @@ class IdentityFile:
             "files": {name: [one.nbytes, one.sha256] for name, one in self.files.items()},
             "data": {key: asdict(one) for key, one in self.data.items()},
             "tables": {name: [str(one.phase), one.since] for name, one in self.tables.items()},
+            "digests": [*self.digests],
         }
         write_atomic(fs, path, (json.dumps(document, indent=1) + "\n").encode())
 
@@ -120,9 +126,10 @@ def read_identity_file(url: str) -> IdentityFile | None:
         place = document.get("url", "")
         if not isinstance(place, str):
             raise ValueError(f"{place!r:.80} is no URL")
+        digests = [_short_digest(value) for value in document.get("digests", ())]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise _damaged(url, FILE, error) from error
-    return IdentityFile(files=files, data=data, tables=tables, url=place)
+    return IdentityFile(files=files, data=data, tables=tables, url=place, digests=digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +166,8 @@ class Relocation:
             return True
         match recorded, given:
             case str(), str():
-                return given in (self._inside(recorded), self.along(recorded))
+                # secrets of where the run is now are left out of both
+                return given in redacted([self._inside(recorded), self.along(recorded)])
             case Mapping(), Mapping() if recorded.keys() == given.keys():
                 return all(self.is_same(value, given[name]) for name, value in recorded.items())
             case list(), list() if len(recorded) == len(given):
@@ -274,6 +282,12 @@ def _data_version(value: Mapping[str, Any]) -> DataVersion:
 def _count(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r:.50} is no whole number from 0")
+    return value
+
+
+def _short_digest(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{16}", value):
+        raise ValueError(f"{value!r:.80} is no digest of a run")
     return value
 
 

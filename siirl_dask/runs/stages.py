@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,23 +100,27 @@ def misplaced(record: PartsRecord, table: str, step: int) -> str:
     )
 
 
-def find_stages(run_url: str, tables: Sequence[str], after: int, digest: str) -> list[Stage]:
+def find_stages(
+    run_url: str, tables: Sequence[str], after: int, digests: Collection[str]
+) -> list[Stage]:
     """Return a stage of each step from ``after + 1`` on, up to the first step without one.
 
     Of the ``tables`` the first one counts that has the step. It has it when the record is that of a
-    run with this ``digest`` of its identity, and all parts are there.
+    run with one of these ``digests`` of its identity, and all parts are there.
     """
     stages: list[Stage] = []
     step = after + 1
-    while (stage := find_stage(run_url, tables, step, digest)) is not None:
+    while (stage := find_stage(run_url, tables, step, digests)) is not None:
         stages.append(stage)
         step += 1
     return stages
 
 
-def find_stage(run_url: str, tables: Iterable[str], step: int, digest: str) -> Stage | None:
+def find_stage(
+    run_url: str, tables: Iterable[str], step: int, digests: Collection[str]
+) -> Stage | None:
     """Return the stage of ``step`` in the first of the ``tables`` that has it; None if none has."""
-    found = (_read_stage(run_url, table, step, digest) for table in tables)
+    found = (_read_stage(run_url, table, step, digests) for table in tables)
     return next((stage for stage in found if stage is not None), None)
 
 
@@ -136,8 +140,8 @@ def spent_by(
     return tuple(map(str, spent)) if isinstance(spent, list) else None
 
 
-def _read_stage(run_url: str, table: str, step: int, digest: str) -> Stage | None:
-    """Return the stage of ``step`` in ``table``; None if there is none of this ``digest``, or it
+def _read_stage(run_url: str, table: str, step: int, digests: Collection[str]) -> Stage | None:
+    """Return the stage of ``step`` in ``table``; None if there is none of these ``digests``, or it
     is not whole.
     """
     url = step_folder(run_url, table, step)
@@ -147,7 +151,7 @@ def _read_stage(run_url: str, table: str, step: int, digest: str) -> Stage | Non
         record = newest_record(fs, root, "", names)
         if (
             record is None
-            or record.about.get("run") != digest
+            or record.about.get("run") not in digests
             or not all(part.sha256 for part in record.parts)
         ):
             return None

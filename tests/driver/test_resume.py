@@ -34,9 +34,10 @@ from siirl_dask.planner import DAG, columns
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import Checkpoints
-from siirl_dask.runs.folder import RunIdentity, remove_run, write_identity
+from siirl_dask.runs.folder import RunIdentity, known_digests, remove_run, write_identity
 from siirl_dask.runs.identity_file import (
     DataVersion,
+    Relocation,
     note_retention,
     read_identity_file,
     read_retention,
@@ -45,6 +46,7 @@ from siirl_dask.runs.reader import Run
 from siirl_dask.runs.stages import Stage
 from siirl_dask.runs.tables import remove_steps, tables_of
 from siirl_dask.schema import PARAMETER_DATA, fields
+from siirl_dask.wording import redacted
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 
@@ -577,6 +579,42 @@ def test_a_run_that_was_moved_with_its_data_goes_on_and_can_be_asked(data, keep,
         assert found.config.data.url == f"{new}/{data}"
     elif data == "runs/data":
         assert found.config.data.url == f"{old}/{data}", "what is still there is not exchanged"
+
+
+def test_rows_and_checkpoints_of_a_run_stay_its_own_where_it_was_moved(tmp_path):
+    """Its identity names places: what it wrote where it was had another one, and was done again."""
+
+    def begun(name, *more):
+        url = f"{tmp_path}/{name}"
+        return config_and_dag(url, f"data.url={url}/data", *more)
+
+    config, dag = begun("first")
+    write_part(config.data.url, 0, 1, ROWS)
+    write_identity(config, dag, replace=False)
+    commit(config.run.url, 2, config, dag)
+    digests = known_digests(config, dag)
+    for before, now in (("first", "second"), ("second", "third")):
+        (tmp_path / before).rename(tmp_path / now)
+        config, dag = begun(now)
+        for _ in range(2):  # as the first start there, and as a later one
+            assert known_digests(config, dag)[1:] == digests
+            resume = find_resume_point(config, dag, fresh=False, force=False)
+            assert "another configuration" not in resume.note
+            write_identity(config, dag, replace=True)
+        digests = known_digests(config, dag)
+    assert len(digests) == 3
+    other, dag = begun("third", "run.seed=7")
+    assert known_digests(other, dag) == [RunIdentity.of(other, dag).digest()]
+    write_identity(other, dag, replace=True)
+    config, dag = begun("third")
+    write_identity(config, dag, replace=True)
+    assert len(known_digests(config, dag)) == 1, "another run was in between"
+
+
+def test_a_run_that_was_moved_to_a_store_with_a_password_has_not_changed():
+    moved = Relocation(before="/runs/mine", now="ftp://me:secret@host/mine")
+    assert moved.is_same("/runs/mine/data", redacted("ftp://me:secret@host/mine/data"))
+    assert not moved.is_same("/runs/mine/data", redacted("ftp://me:secret@host/other/data"))
 
 
 def test_a_run_that_was_renamed_finds_the_data_in_its_folder(tmp_path):

@@ -374,6 +374,27 @@ def test_rows_of_another_configuration_are_not_replayed(train, noting):
 
 
 @pytest.mark.slow
+def test_a_run_that_was_moved_replays_the_rows_that_it_stored_before(train, noting, tmp_path):
+    """Its DAG names its folder, so that its identity is another one there."""
+    change, steps, forget = noting
+
+    def run(name):
+        def plugged(dag):
+            return failing(change(dag), tmp_path / name)
+
+        return train(name, *ONE, *WHOLE, change=plugged)
+
+    with pytest.raises(RunError, match="the plug was pulled"):
+        run("before")
+    assert steps() == [1, 2, 3, 4]
+    (tmp_path / "before").rename(tmp_path / "after")
+    (tmp_path / "before-failed").rename(tmp_path / "after-failed")
+    forget()
+    run("after")
+    assert not steps(), "all of them were stored"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_samples_that_were_kept_for_the_next_step_are_part_of_the_stage(
     train, noting, tmp_path, caplog, workers

@@ -47,7 +47,12 @@ class Tasks(RequestHandler):
 
 
 class Game(WebSocketHandler):
-    """A session of OpenEnv's protocol; ``most_sessions`` of them at once."""
+    """A session of OpenEnv's protocol; ``most_sessions`` of them at once, each opened after so many
+    ``seconds``.
+    """
+
+    async def prepare(self):
+        await asyncio.sleep(self.application.settings["seconds"])
 
     def open(self):
         state = self.application.settings["state"]
@@ -105,9 +110,18 @@ class Turns(RequestHandler):
         secret = body["secret"]
         if path in ("reset", "seed_session"):
             self.set_cookie("session", str(secret))
+            for cookie in body.get("cookies", ()):
+                self.add_header("Set-Cookie", f"{cookie}; Path=/")
             self.write({"observation": "guess" if path == "reset" else None, "info": {}})
             return
         assert self.get_cookie("session") == str(secret)
+        sent = self.request.headers["Cookie"].split("; ")
+        assert [cookie for cookie in sent if not cookie.startswith("session=")] == body.get(
+            "cookies", []
+        )
+        if "elsewhere" in body:
+            self.redirect(body["elsewhere"])
+            return
         text = body["response"]["output"][0]["content"][0]["text"]
         said, reward, ended = answer_to(secret, guess_in(text))
         if path == "verify":
@@ -116,6 +130,19 @@ class Turns(RequestHandler):
             )
             return
         self.write({"observation": said, "reward": reward, "terminated": ended, "truncated": False})
+
+
+class Endless(RequestHandler):
+    """Answers when its client has gone."""
+
+    async def post(self):
+        self.gone = asyncio.Event()
+        self.application.settings["state"]["begun"] += 1
+        await self.gone.wait()
+
+    def on_connection_close(self):
+        self.application.settings["state"]["ended"] += 1
+        self.gone.set()
 
 
 class Broken(RequestHandler):
@@ -159,7 +186,7 @@ def serving(handlers, **settings):
         loop.close()
 
 
-def openenv_server(fields=None, most_sessions=1000, state=None):
+def openenv_server(fields=None, most_sessions=1000, state=None, seconds=0.0):
     handlers = [
         ("/list_environments", Listed),
         ("/schema", Schema),
@@ -169,7 +196,8 @@ def openenv_server(fields=None, most_sessions=1000, state=None):
     state = {} if state is None else state
     state.update(open=0, most=0, refused=0)
     fields = {"guess": {"type": "integer"}} if fields is None else fields
-    return serving(handlers, fields=fields, most_sessions=most_sessions, state=state)
+    settings = {"most_sessions": most_sessions, "state": state, "seconds": seconds}
+    return serving(handlers, fields=fields, **settings)
 
 
 def nemo_gym_server(*paths):

@@ -10,12 +10,14 @@ import json
 import os
 import socket
 import subprocess
+import threading
 import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 
+from siirl_dask.environments.ecosystems.environment_servers import JsonSession
 from siirl_dask.environments.protocol import Failure, Lost
 from siirl_dask.errors import DataError, PlanError
 from siirl_dask.planner import resolve
@@ -23,11 +25,13 @@ from siirl_dask.planner.spec.dag_spec import bind
 from siirl_dask.planner.spec.names import canonical
 from tests.environments.game_servers import (
     TASKS,
+    Endless,
     answer_to,
     guess_in,
     nemo_gym_server,
     openenv_server,
     secret_of,
+    serving,
 )
 from tests.environments.trained_rows import FIRST_SEED, imported, text_of, turns_of, what_rows_say
 
@@ -74,6 +78,9 @@ def played(factory, row, *turns, seed=0):
         ("", "behind a server: expected its address"),
         ("?url=8000", "behind a server: expected its address"),
         ("?url=ftp://127.0.0.1/", "behind a server: expected its address"),
+        ("?url=http://[::1", "behind a server: expected its address"),
+        ("?url=http://127.0.0.1:http", "behind a server: expected its address"),
+        ("?url=http://127.0.0.1:99999", "behind a server: expected its address"),
         ("?url=http://me:secret@127.0.0.1:8000", "without a password or a query"),
     ],
 )
@@ -89,6 +96,22 @@ def test_a_server_that_is_not_there_is_named_when_it_is_planned(package):
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(PlanError, match=f"no server answers at {url}.*start it first"):
             resolve(f"{package}:guess_env?url={url}")
+
+
+@pytest.mark.parametrize("package", ["openenv", "nemo_gym"])
+def test_a_server_that_does_not_speak_http_is_refused(package):
+    def greet():
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        greeting = threading.Thread(target=greet)
+        greeting.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(PlanError, match="answers, and not in HTTP"):
+            resolve(f"{package}:guess_env?url={url}")
+        greeting.join()
 
 
 def test_a_server_of_something_else_is_refused():
@@ -187,6 +210,69 @@ def test_episodes_wait_for_a_session_where_a_server_has_fewer():
         assert all(asyncio.run(play_all()))
     assert state["most"] == 2
     assert state["refused"] > 0
+
+
+def test_a_session_that_opens_after_its_episode_was_given_up_is_ended():
+    """The server takes longer to open it than environments.timeout allows."""
+    state = {}
+    with openenv_server(state=state, seconds=0.3) as url:
+        factory = resolve(f"openenv:guess_env?url={url}")
+
+        async def give_up():
+            game = factory()
+            beginning = asyncio.ensure_future(game.reset({"prompt": ""}, 0))
+            await asyncio.sleep(0.1)
+            beginning.cancel()
+            await asyncio.wait([beginning])
+            await game.close()
+            until = time.monotonic() + 20
+            while (not state["most"] or state["open"]) and time.monotonic() < until:
+                await asyncio.sleep(0.02)
+
+        asyncio.run(give_up())
+        assert (state["most"], state["open"]) == (1, 0)
+
+
+def test_a_request_of_an_episode_that_was_given_up_is_ended(caplog):
+    """The server would go on with it, and hold the connection, for ten minutes."""
+    state = {"begun": 0, "ended": 0}
+    with serving([("/step", Endless)], state=state) as url:
+
+        async def give_up():
+            session = JsonSession(url)
+            asking = asyncio.ensure_future(session.post("/step", {}))
+            while not state["begun"]:
+                await asyncio.sleep(0.02)
+            asking.cancel()
+            await asyncio.wait([asking])
+            session.close()
+            await asyncio.sleep(0.1)
+
+        asyncio.run(give_up())
+        until = time.monotonic() + 20
+        while not state["ended"] and time.monotonic() < until:
+            time.sleep(0.02)
+        assert state == {"begun": 1, "ended": 1}
+    assert "Traceback" not in caplog.text, "nobody was to hear of it"
+
+
+def test_a_turn_goes_to_no_other_address_that_the_server_names():
+    with nemo_gym_server("/step", "/reset") as url:
+        factory = resolve(f"nemo_gym:guess?url={url}")
+        row = {"prompt": "", "entry": json.dumps({"secret": 3, "elsewhere": "/openapi.json"})}
+        _, step = played(factory, row, "3")
+    assert isinstance(step, Failure)
+    assert step.reason.startswith("/step answers 302")
+
+
+def test_cookies_go_back_as_they_came_whatever_their_names():
+    """Balancers in front of a server give such names, by which they find it again."""
+    with nemo_gym_server("/step", "/reset") as url:
+        factory = resolve(f"nemo_gym:guess?url={url}")
+        cookies = ["route@1/x=a=b", 'quoted="a b"']
+        row = {"prompt": "", "entry": json.dumps({"secret": 3, "cookies": cookies})}
+        _, step = played(factory, row, "3")
+    assert step.reward == 1.0
 
 
 def test_rows_of_openenv_are_its_server_s_answers_and_the_same_in_another_run(trained, tmp_path):

@@ -4,6 +4,7 @@ stop a run nor slow it down."""
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import threading
 import time
@@ -251,6 +252,27 @@ def test_a_runs_id_stays_until_the_run_is_new(tmp_path):
     for damaged in (b"", b"[]", b'{"id": "../../x"}', b'{"id": 7}'):
         (tmp_path / "tracking.json").write_bytes(damaged)
         assert tracked_id(str(tmp_path), new=False) not in (first, second)
+
+
+def test_a_copy_of_a_run_that_is_still_there_is_another_run_of_the_backends(tmp_path):
+    """Both go on, and would write into one."""
+    first = tracked_id(str(tmp_path / "run"), new=True)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    copied = tracked_id(str(tmp_path / "copy"), new=False)
+    assert copied != first
+    assert tracked_id(str(tmp_path / "copy"), new=False) == copied
+    assert tracked_id(str(tmp_path / "run"), new=False) == first
+
+
+def test_a_run_that_was_moved_or_has_two_names_stays_the_same_run_of_the_backends(tmp_path):
+    first = tracked_id(str(tmp_path / "run"), new=True)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert tracked_id(str(tmp_path / "link"), new=False) == first
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert tracked_id(str(tmp_path / "moved"), new=False) == first
+    (tmp_path / "run").mkdir()
+    assert tracked_id(str(tmp_path / "run"), new=True) != first
+    assert tracked_id(str(tmp_path / "moved"), new=False) == first
 
 
 def test_settings_are_named_as_one_types_them():

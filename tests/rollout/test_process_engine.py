@@ -2,12 +2,15 @@
 processes that are killed or crash, and that nothing is left of any of them.
 """
 
+import io
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +36,8 @@ from siirl_dask.images import Image
 from siirl_dask.models.shapes import count_parameters
 from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling, build_engine, check_engine
 from siirl_dask.rollout.process_engine.engine import ProcessEngine
+from siirl_dask.rollout.process_engine.errors_as_data import describe_error, read_error
+from siirl_dask.rollout.process_engine.frames import FAILED, MessageSocket
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, tiny_model
 from siirl_dask.tasks.tiny_vlm import tiny_vlm
 from siirl_dask.testing.engines import EngineTests
@@ -43,6 +48,7 @@ from tests.conftest import digits_overrides
 ROOT = Path(__file__).parents[2]
 DEVICE = Device("w0")
 CRASHING = "tests.rollout.crashing_engine:SPEC"
+STAGED = "tests.rollout.crashing_engine:STAGED"
 NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 ENGINES = [
     Engine.transformers,
@@ -50,11 +56,13 @@ ENGINES = [
 ]
 
 
-def engine_of(folder, *, process=True, engine=Engine.transformers, images=None, **settings):
+def engine_of(
+    folder, *, process=True, engine=Engine.transformers, images=None, device=DEVICE, **settings
+):
     vllm = VllmConfig(kv_cache_memory="64MiB") if engine == Engine.vllm else VllmConfig()
     rollout = RolloutConfig(engine=engine, process=process, vllm=vllm, **settings)
     model = ModelConfig(path=str(folder), dtype=Dtype.float32)
-    return build_engine(DEVICE, Rank(), model=model, rollout=rollout, images=images)
+    return build_engine(device, Rank(), model=model, rollout=rollout, images=images)
 
 
 def rows(count, tokens=24):
@@ -138,7 +146,7 @@ class ProcessEngineTests(EngineTests):
         assert sorted(delivered) == list(range(60)), "each response is delivered once"
         assert engine.version == 3
 
-    def test_what_the_workers_queue_raises_ends_the_call_and_not_the_process(self, engine):
+    def test_what_the_workers_queue_raises_ends_the_call_and_not_the_process(self, engine, capfd):
         class Interrupted(LocalQueue):
             asked = 0
 
@@ -157,8 +165,12 @@ class ProcessEngineTests(EngineTests):
 
         with pytest.raises(LookupError, match="no more"):
             responses(engine, rows(3), refuse)
+        unsent = [replace(request, begun={0}) for request in rows(1)]
+        with pytest.raises(TypeError, match="set"):
+            responses(engine, unsent)
         assert len(responses(engine, rows(3))) == 3
         assert engine.pid == before
+        assert "Traceback" not in capfd.readouterr().err, "it is no bug of the engine's"
 
     def test_an_error_of_the_engines_is_raised_in_the_worker(self, engine):
         shown = [replace(request, images=(Image(b"no picture"),)) for request in rows(1)]
@@ -188,10 +200,10 @@ def crashing(served_model, tmp_path, monkeypatch):
     monkeypatch.setenv("HUB_TOKEN", "secret")
     built = []
 
-    def build(at, *, stays=False, raises=False):
+    def build(at, *, stays=False, raises=False, starts=False):
         (tmp_path / "marker").touch()
         options = {"log": str(tmp_path / "log"), "marker": str(tmp_path / "marker")}
-        options |= {"at": at, "stays": stays, "raises": raises}
+        options |= {"at": at, "stays": stays, "raises": raises, "starts": starts}
         engine = engine_of(served_model, engine=CRASHING, engine_options=options, max_rows=3)
         built.append(engine)
         return engine
@@ -230,6 +242,88 @@ def test_a_crash_costs_the_rows_under_way_and_no_other(crashing, served_model, t
 
 
 @pytest.mark.slow
+def test_what_a_crashed_engine_had_started_ends_without_the_process_that_watches(crashing):
+    """The watching one may be killed as well, and some kernels have no means for it."""
+    engine = crashing(at=2, starts=True)
+    first = engine.pid
+    for watching in of_group(first):
+        if watching != first:
+            os.kill(watching, signal.SIGKILL)
+    assert len(responses(engine, rows(2, tokens=4))) == 2
+    assert engine.pid != first
+    assert not alive(of_group(first))
+
+
+def test_a_process_that_cannot_be_started_leaves_no_folder(served_model, tmp_path, monkeypatch):
+    def refuse(*words, **settings):
+        raise OSError("too many processes")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(OSError, match="too many processes"):
+        engine_of(served_model)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_an_engine_goes_on_where_nobody_takes_its_output(crashing, monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    engine = crashing(at=2, raises=True)
+    before = engine.pid
+    with monkeypatch.context() as without:
+        without.setattr(sys, "stderr", closed)
+        with pytest.raises(RunError, match="a bug of the engine's"):
+            responses(engine, rows(2))
+        assert len(responses(engine, rows(2))) == 2
+    assert engine.pid == before
+
+
+def test_an_error_that_utf_8_cannot_hold_is_sent():
+    """Names of files have such characters."""
+    here, there = socket.socketpair()
+    with here, there:
+        MessageSocket(here).send(FAILED, describe_error(DataError("caf\udce9")))
+        error = read_error(MessageSocket(there).receive().value)
+    assert isinstance(error, DataError)
+    assert str(error) == "caf?"
+
+
+def test_stages_of_a_command_go_on_while_weights_are_loaded_in_it(served_model):
+    shown = []
+
+    @contextmanager
+    def stage(name):
+        shown.append(name)
+        yield
+        shown.append(f"end: {name}")
+
+    class Arriving:
+        waiting = 1
+
+        def arrived(self):
+            return self.waiting > 0
+
+        def load(self):
+            self.waiting = 0
+            engine.load_weights(other_weights(served_model).items(), 1)
+
+    engine = engine_of(
+        served_model,
+        engine=STAGED,
+        device=Device("w0", stage=stage),
+        in_flight=True,
+        max_staleness=1,
+    )
+    shown.clear()
+    queue = LocalQueue(rows(2, tokens=4))
+    engine.serve_in_flight(queue, Arriving())
+    assert shown == ["it serves", "it loads", "end: it loads", "end: it serves"]
+    assert [row.versions for row in queue.results()] == [[1] * 4] * 2
+    engine.close()
+
+
+@pytest.mark.slow
 def test_a_process_that_crashes_without_a_response_each_time_ends_the_run_and_says_how(
     crashing, tmp_path
 ):
@@ -255,15 +349,17 @@ def test_a_bug_in_the_engine_is_an_error_with_its_words_and_no_loss(crashing, ca
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_a_process_ends_with_the_worker_that_is_killed(served_model, tmp_path):
-    """All of its group, and its folder."""
+@pytest.mark.parametrize("forked", ["", "os.fork() or time.sleep(600)\n"], ids=["alone", "forked"])
+def test_a_process_ends_with_the_worker_that_is_killed(forked, served_model, tmp_path):
+    """All of its group, and its folder, also where a process lives on that the worker forked."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     code = (
         "from siirl_dask.models.broken_imports import hide; hide()\n"
-        "import sys, time\n"
+        "import os, sys, time\n"
         "from tests.rollout.test_process_engine import engine_of\n"
         "engine = engine_of(sys.argv[1])\n"
+        f"{forked}"
         "print(engine.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -273,18 +369,22 @@ def test_a_process_ends_with_the_worker_that_is_killed(served_model, tmp_path):
         env={**os.environ, "TMPDIR": str(scratch)},
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     try:
         engine = int(owner.stdout.readline())
         group = of_group(engine)
         assert engine in group
         assert list(scratch.glob("siirl-engine-*"))
-    finally:
         owner.kill()
         owner.wait()
+        assert not alive(group)
+        assert not list(scratch.glob("siirl-engine-*"))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(owner.pid, signal.SIGKILL)
+        owner.wait()
         owner.stdout.close()
-    assert not alive(group)
-    assert not list(scratch.glob("siirl-engine-*"))
 
 
 @pytest.mark.slow
@@ -315,8 +415,11 @@ def test_routes_of_experts_and_images_pass_to_the_bit(engine, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_gives_the_rows_of_engines_in_its_workers(engine, train):
-    """Two workers that generate, with a process each."""
+    """Two workers that generate, with a process each. Neither takes over rows of the other's, which
+    time would decide: a row's log-probs differ in their last bits with the batch that it is in.
+    """
     common = (
+        "rollout.work_stealing=false",
         "run.steps=2",
         "cluster.workers=2",
         "cluster.placement={}",

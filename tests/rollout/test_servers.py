@@ -7,8 +7,10 @@ import json
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import Queue
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from safetensors.torch import load_file
 
 from siirl_dask.config import (
     Config,
+    Dtype,
     Engine,
     ModelConfig,
     RolloutConfig,
@@ -25,6 +28,7 @@ from siirl_dask.config import (
     ServerConfig,
     VllmConfig,
 )
+from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout import (
     FinishReason,
@@ -38,6 +42,7 @@ from siirl_dask.rollout.server_engine import serve
 from siirl_dask.rollout.server_engine.answers import read_answer
 from siirl_dask.rollout.server_engine.balance import choose_server
 from siirl_dask.rollout.server_engine.connection import Server
+from siirl_dask.rollout.server_engine.engine import ServerEngine
 from siirl_dask.rollout.server_engine.serve import arguments
 from siirl_dask.rollout.server_engine.weight_folder import WeightFolder
 from siirl_dask.rollout.vllm_engine.row_parameters import EXACT
@@ -54,6 +59,7 @@ REQUEST = GenerationRequest([1, 2], 3, Sampling(max_tokens=4))
         ("ftp://10.0.0.7", "expected a server's address"),
         ("http://", "expected a server's address"),
         ("http://host:0", "expected a server's address"),
+        ("http://host..name:8000", "label empty or too long"),
         ("http://host:99999", "out of range"),
         ("http://me:secret@host:8000", "a user's name or a password"),
         ("http://host:8000/v1", "leave out the path"),
@@ -67,8 +73,11 @@ def test_an_url_that_is_no_servers_is_refused_and_no_password_is_said(url, said)
 
 
 def test_options_of_servers_are_refused_where_nothing_reads_them_or_something_is_missing():
+    for again in (URL, f"{URL}/", URL.upper().replace("HTTP", "http")):
+        with pytest.raises(ConfigError, match="there 2 times"):
+            ServerConfig(urls=[URL, again])
     with pytest.raises(ConfigError, match="there 2 times"):
-        ServerConfig(urls=[URL, URL])
+        ServerConfig(urls=["http://Host", "http://host:80"])
     with pytest.raises(ConfigError, match="expected an absolute path"):
         ServerConfig(weights_folder="weights")
     with pytest.raises(ConfigError, match=r"servers alone read this, and rollout\.engine is auto"):
@@ -152,7 +161,7 @@ def answer_of(tokens, logits, reason="length", label="a-1", **more):
 
 
 def test_an_answer_is_read_as_a_response_with_the_label_of_its_weights():
-    read = read_answer(answer_of([5, 6], [0.5, 0.25], "stop"), REQUEST, EXACT, URL)
+    read = read_answer(answer_of([5, 6], [0.5, 0.25], "stop"), REQUEST, {6}, EXACT, URL)
     assert read.generation.token_ids == [5, 6]
     assert read.generation.logprobs == [-0.5, -0.25]
     assert read.generation.finish_reason is FinishReason.STOP
@@ -173,11 +182,16 @@ def test_an_answer_is_read_as_a_response_with_the_label_of_its_weights():
         (answer_of([1] * 5, [0.5] * 5), "at most 4 were asked for"),
         (answer_of([5], [float("nan")]), "not finite"),
         (answer_of([5], [-0.5]), "as a log-probability"),
+        (answer_of([2**31], [0.5]), "expected a token"),
+        (answer_of([5], [10**400]), "has not the form"),
+        (answer_of([5] * 3, [0.5] * 3), "cut a response at 3 tokens, and 4 were asked for"),
+        (answer_of([6, 5], [0.5] * 2, "stop"), "with the token 5, which ends none"),
+        (answer_of([6] * 4, [0.5] * 4), "went on after a token that ends a response"),
     ],
 )
 def test_an_answer_of_another_form_is_an_error_that_names_the_server(found, said):
     with pytest.raises(RunError, match=said) as refused:
-        read_answer(found, REQUEST, EXACT, URL)
+        read_answer(found, REQUEST, {6}, EXACT, URL)
     assert URL in str(refused.value)
 
 
@@ -221,14 +235,28 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_configuration(tmp_pa
 
 class Answers(BaseHTTPRequestHandler):
     """Answers with what the test has put into ``server.answers``, in order, and then with the last
-    of them.
+    of them; or with what that returns for a path and a body. Status None is no answer: the body is a
+    queue, which hears of the end of the connection.
     """
+
+    def do_GET(self):
+        self.answer(None)
 
     def do_POST(self):
         length = int(self.headers["Content-Length"])
-        self.server.asked.append((self.path, json.loads(self.rfile.read(length))))
+        self.answer(json.loads(self.rfile.read(length)))
+
+    def answer(self, body):
+        self.server.asked.append((self.path, body))
         waiting = self.server.answers
-        status, body = waiting.pop(0) if len(waiting) > 1 else waiting[0]
+        if callable(waiting):
+            status, body = waiting(self.path, body)
+        else:
+            status, body = waiting.pop(0) if len(waiting) > 1 else waiting[0]
+        if status is None:  # it generates for as long as somebody waits
+            self.connection.settimeout(20)
+            body.put(self.connection.recv(1))
+            return
         self.send_response(status)
         self.end_headers()
         self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
@@ -276,6 +304,7 @@ def test_a_server_that_starts_again_is_asked_again_with_the_same_words(http):
         ([(404, b"")], "--enable-scale-out", 1),
         ([(500, b"broken")], "500 broken", 3),
         ([(200, b"{")], "is no JSON", 1),
+        ([(200, b"[" * 100_000)], "is no JSON", 1),
     ],
 )
 def test_a_server_that_refuses_or_fails_ends_the_run_with_its_own_words(http, answers, said, times):
@@ -287,6 +316,95 @@ def test_a_server_that_refuses_or_fails_ends_the_run_with_its_own_words(http, an
 def test_a_server_that_stays_out_of_reach_is_named_with_the_key_for_its_patience(http):
     with pytest.raises(RunError, match=r"rollout\.server\.patience.*503 gone"):
         asked(http, (503, b"gone"), patience=0.2)
+
+
+class VllmAnswers:
+    """A server of vLLM's answers; ``labels`` are those of the responses, in order, and then of its
+    weights.
+    """
+
+    def __init__(self, *labels):
+        self.labels = [*labels]
+        self.loaded = "default"
+
+    def __call__(self, path, body):
+        match path.partition("?")[0]:
+            case "/server_info":
+                model = {"model": "m", "logprobs_mode": EXACT, "dtype": "float32"}
+                model |= {"max_model_len": 64, "generation_config": "vllm"}
+                config = {"model_config": model, "device_config": {"device": "cuda"}}
+                config["parallel_config"] = {"worker_extension_cls": None}
+                return 200, {"vllm_config": config}
+            case "/update_weight_version":
+                self.loaded = body["new_version"]
+            case "/weight_info":
+                return 200, {"weight_version": self.loaded}
+            case "/inference/v1/generate" if body is None:
+                return 405, b""
+            case "/inference/v1/generate":
+                label = self.labels.pop(0) if self.labels else self.loaded
+                return 200, answer_of([5] * 4, [0.5] * 4, label=label)
+        return 200, b""
+
+
+@contextmanager
+def engine_over(http, folder, weights, answers):
+    """An engine over a server that answers so."""
+    http.answers = answers
+    config = ServerConfig(
+        urls=[f"http://127.0.0.1:{http.server_port}"], weights_folder=str(weights)
+    )
+    rollout = RolloutConfig(engine=Engine.server, server=config)
+    model = ModelConfig(path=str(folder), dtype=Dtype.float32)
+    engine = ServerEngine(model, rollout, Device("w0"), Rank())
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def served(http, folder, weights, answers):
+    """A response of an engine over a server that answers so."""
+    with engine_over(http, folder, weights, answers) as engine:
+        queue = LocalQueue([REQUEST])
+        engine.serve(queue)
+        return queue.results()[0]
+
+
+def test_a_server_stops_generating_for_a_call_that_failed(http, digits_task, tmp_path):
+    ended = Queue()
+
+    class Refusing(VllmAnswers):
+        begun = 0
+
+        def __call__(self, path, body):
+            if not path.endswith("/generate") or body is None or self.begun == 2:
+                return super().__call__(path, body)
+            self.begun += 1
+            if self.begun == 1:
+                return None, ended
+            return 400, b"no room"
+
+    with engine_over(http, digits_task.model, tmp_path, Refusing()) as engine:
+        with pytest.raises(RunError, match="no room"):
+            engine.serve(LocalQueue([REQUEST, replace(REQUEST, seed=4)]))
+        assert ended.get(timeout=20) == b"", "its connection was closed"
+        queue = LocalQueue([REQUEST])
+        engine.serve(queue)
+        assert queue.results()[0].token_ids == [5] * 4
+
+
+def test_a_response_of_other_weights_is_asked_for_again(http, digits_task, tmp_path):
+    answers = VllmAnswers("another", "another")
+    assert served(http, digits_task.model, tmp_path, answers).token_ids == [5] * 4
+    asked = [path for path, body in http.asked if path.endswith("/generate") and body]
+    assert len(asked) == 3
+
+
+def test_a_server_whose_answers_are_never_of_its_weights_is_named(http, digits_task, tmp_path):
+    """Such as a proxy in front of several, of which one has the weights."""
+    with pytest.raises(RunError, match="expected one server there, and no proxy"):
+        served(http, digits_task.model, tmp_path, VllmAnswers(*["another"] * 50))
 
 
 def test_what_is_under_way_ends_with_the_first_error_and_none_is_taken_after_it():

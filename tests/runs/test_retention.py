@@ -39,7 +39,7 @@ def checkpoint(url, step, attempt):
 
 
 def steps_after(url, step):
-    return [(stage.step, stage.table) for stage in find_stages(url, TABLES, step, "d")]
+    return [(stage.step, stage.table) for stage in find_stages(url, TABLES, step, ["d"])]
 
 
 @given(

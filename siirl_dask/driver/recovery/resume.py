@@ -24,7 +24,7 @@ from siirl_dask.planner import DAG, Cut, Iteration, Node, Phase
 from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
 from siirl_dask.runs.checkpoints import Checkpoint, find_checkpoints, unfinished_steps
-from siirl_dask.runs.folder import RunIdentity, read_identity
+from siirl_dask.runs.folder import RunIdentity, known_digests, read_identity
 from siirl_dask.runs.identity_file import DataVersion, read_identity_file, relocation_of
 from siirl_dask.runs.reader import Run
 from siirl_dask.runs.stages import Stage
@@ -133,7 +133,7 @@ def find_resume_point(
     checkpoint, state, skipped = _newest_usable(url, checkpoints, damaged or {})
     changed = (
         ""
-        if state.digest in (identity.digest(), recorded.digest())
+        if state.digest in (*known_digests(config, dag), recorded.digest())
         else ", of another configuration, DAG or version of siirl_dask"
     )
     return ResumePoint(

@@ -21,7 +21,7 @@ from siirl_dask.driver.recovery.verification import WrittenFile, damages_of
 from siirl_dask.errors import DataError, PlanError
 from siirl_dask.observe import Record, read_metrics
 from siirl_dask.planner import DAG, Cut, Phase, cuts_at_stored
-from siirl_dask.runs.folder import RunIdentity
+from siirl_dask.runs.folder import known_digests
 from siirl_dask.runs.stages import Stage, find_stage, find_stages
 from siirl_dask.runs.tables import stored_steps
 
@@ -44,7 +44,7 @@ def with_stages(
         cuts = {cut.table: cut for cut in cuts_at_stored(dag, dataset_schema(dataset))}
     except PlanError as error:
         return replace(resume, note=f"{resume.note}; stored steps are not replayed: {error}")
-    search = _Search(config, tuple(cuts), RunIdentity.of(config, dag).digest(), client, members)
+    search = _Search(config, tuple(cuts), known_digests(config, dag), client, members)
     state_tables = {node.name: node.state_table for node in dag.nodes if node.state_table}
     stages, stored_state = search.with_state(search.complete_stages(resume.done), state_tables)
     if not stages:
@@ -77,7 +77,7 @@ class _Search:
 
     config: Config
     tables: tuple[str, ...]
-    digest: str
+    digests: Sequence[str]
     client: Client
     members: Mapping[str, str]
 
@@ -86,7 +86,7 @@ class _Search:
         has none.
         """
         url = self.config.run.url
-        found = find_stages(url, self.tables, after, self.digest)
+        found = find_stages(url, self.tables, after, self.digests)
         unverified = [stage for stage in found if stage.step <= self.config.run.steps]
         best: dict[int, Stage | None] = {stage.step: stage for stage in unverified}
         warnings: dict[int, list[str]] = {}
@@ -95,7 +95,7 @@ class _Search:
             for stage, damage in zip(unverified, self._damages(unverified), strict=True):
                 if not damage:
                     continue
-                other = find_stage(url, self._earlier(stage.table), stage.step, self.digest)
+                other = find_stage(url, self._earlier(stage.table), stage.step, self.digests)
                 best[stage.step] = other
                 what = "are generated again"
                 if other is not None:
@@ -146,7 +146,7 @@ class _Search:
         not complete.
         """
         found = [
-            find_stage(self.config.run.url, [table], step, self.digest)
+            find_stage(self.config.run.url, [table], step, self.digests)
             for table in state_tables.values()
         ]
         stages = [stage for stage in found if stage is not None]

@@ -9,17 +9,17 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from http.cookies import SimpleCookie
+from http.client import HTTPException
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from siirl_dask.environments.protocol import Failure, Lost
 from siirl_dask.errors import PlanError
 from siirl_dask.planner.spec.ecosystems import EcosystemName
 
 if TYPE_CHECKING:
-    from tornado.httpclient import AsyncHTTPClient
+    from siirl_dask.http_client import EndingClient
 
 URL = "url"
 """Option of a name: where its server is."""
@@ -40,8 +40,8 @@ def url_of(name: EcosystemName) -> str:
     """Return the address of a name's server. PlanError without one, or with a password in it."""
     url = name.options.get(URL)
     example = f"{name.package}:{name.id}?{URL}=http://127.0.0.1:8000"
-    parts = urlsplit(url) if isinstance(url, str) else None
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+    parts = _parts_of(url)
+    if parts is None:
         raise PlanError(
             f"{name.spelled!r}: its environments are behind a server: expected its address, as in "
             f"{example}"
@@ -52,6 +52,20 @@ def url_of(name: EcosystemName) -> str:
             f"stored with the run, as in {example}"
         )
     return str(url).rstrip("/")
+
+
+def _parts_of(url: object) -> SplitResult | None:
+    """Return the parts of an address of HTTP; None for anything else."""
+    if not isinstance(url, str):
+        return None
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # brackets that do not match, or a port that is none
+        return None
+    if port == 0 or parts.scheme not in ("http", "https"):
+        return None
+    return parts if parts.hostname else None
 
 
 def ask(name: EcosystemName, path: str, body: object = None) -> Any:
@@ -75,7 +89,12 @@ def ask(name: EcosystemName, path: str, body: object = None) -> Any:
         raise PlanError(
             f"{name.spelled!r}: no server answers at {address} ({error}): start it first"
         ) from error
-    except ValueError as error:
+    except HTTPException as error:
+        raise PlanError(
+            f"{name.spelled!r}: {address} answers, and not in HTTP: {type(error).__name__}: "
+            f"{str(error).strip()}"
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{name.spelled!r}: {address} answers, and not in JSON: {error}") from error
 
 
@@ -86,20 +105,20 @@ class JsonSession:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._client: AsyncHTTPClient | None = None
+        self._client: EndingClient | None = None
         self._cookies: dict[str, str] = {}
 
     async def post(self, path: str, body: object) -> Mapping[str, Any] | Failure:
         """Return what the server answers to ``body``, an object of JSON; a Failure where it answers
         with an error, and Lost where it does not answer.
         """
-        from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
+        from tornado.httpclient import HTTPClientError, HTTPRequest
+
+        from siirl_dask.http_client import EndingClient
 
         if self._client is None:
             # a client of the event loop's own has ten connections for all episodes
-            self._client = AsyncHTTPClient(
-                force_instance=True, max_clients=1, max_body_size=LARGEST
-            )
+            self._client = EndingClient(force_instance=True, max_clients=1, max_body_size=LARGEST)
         headers = {"Content-Type": "application/json"}
         if self._cookies:
             headers["Cookie"] = "; ".join(f"{key}={value}" for key, value in self._cookies.items())
@@ -109,9 +128,11 @@ class JsonSession:
             headers=headers,
             body=json.dumps(body),
             request_timeout=SECONDS,
+            # the turn would be left out, and the session's cookies go to whoever is named
+            follow_redirects=False,
         )
         try:
-            answer = await self._client.fetch(request)
+            answer = await self._client.ask(request)
         except HTTPClientError as error:
             if error.response is None or error.response.body is None:
                 return Lost(f"{path}: {error.message}")
@@ -121,12 +142,13 @@ class JsonSession:
             # a port of the client's own differs from run to run
             return Lost(f"{path}: {re.sub('[0-9]{4,}', '...', str(error))}")
         for given in answer.headers.get_list("Set-Cookie"):
-            for key, morsel in SimpleCookie(given).items():
-                self._cookies[key] = morsel.value
+            # as it is, quotes included: http.cookies refuses names that servers' balancers give
+            key, _, value = given.partition(";")[0].partition("=")
+            self._cookies[key.strip()] = value.strip()
         return object_of(answer.body, path)
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection, and a request that is under way."""
         if self._client is not None:
             self._client.close()
 
@@ -135,7 +157,7 @@ def object_of(text: str | bytes, source: str) -> Mapping[str, Any]:
     """Return the object of JSON that a server sent. WrongAnswerError for anything else."""
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WrongAnswerError(f"{source}: expected JSON: {error}") from error
     if not isinstance(found, dict):
         raise WrongAnswerError(f"{source} answers with {type(found).__name__}, expected an object")

@@ -200,10 +200,15 @@ class OpenEnvEpisode:
         pause = _FIRST_PAUSE
         waited = 0.0
         while True:
+            connecting = asyncio.ensure_future(
+                websocket_connect(self._url, connect_timeout=SECONDS, max_message_size=LARGEST)
+            )
             try:
-                self._connection = await websocket_connect(
-                    self._url, connect_timeout=SECONDS, max_message_size=LARGEST
-                )
+                self._connection = await asyncio.shield(connecting)
+            except asyncio.CancelledError:
+                # the server may open the session all the same, which nobody would end
+                connecting.add_done_callback(_close_connection)
+                raise
             except (OSError, HTTPError, WebSocketError) as error:
                 return Lost(f"{self._url} does not open a session: {type(error).__name__}")
             answer = await self._answered(message)
@@ -268,6 +273,11 @@ class OpenEnvEpisode:
         numbers = _NUMBER.findall(text)
         last = numbers[-1] if numbers else ""
         return {key: int(last)} if 0 < len(last) <= _MOST_DIGITS else None
+
+
+def _close_connection(connecting: asyncio.Future[WebSocketClientConnection]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()
 
 
 def _code(answer: Mapping[str, Any]) -> object:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from uuid import uuid4
 
-from siirl_storage import join, open_fs, write_atomic
+from siirl_storage import absolute, join, open_fs, write_atomic
 
 from siirl_dask.config import MetricsBackend
 from siirl_dask.errors import ConfigError
@@ -30,6 +32,7 @@ from siirl_dask.observe.backends.trackio_run import TrackioBackend
 from siirl_dask.observe.backends.wandb_run import WandbBackend
 from siirl_dask.observe.metrics import Record
 from siirl_dask.observe.summary import Status
+from siirl_dask.wording import redacted
 
 __all__ = [
     "TrackedRun",
@@ -118,15 +121,57 @@ def _is_installed(package: str) -> bool:
 
 def tracked_id(url: str, *, new: bool) -> str:
     """Return the id of the run at ``url`` for backends, from its ``tracking.json``; ``new``
-    makes another one.
+    makes another one. So does the first start of a copy of a run that is still where it was: both
+    would write into one run of the backends.
     """
+    here = redacted(absolute(url))
+    known = None if new else _read_tracked(url)
+    if known is not None and known.url == here:
+        return known.id
+    if known is None or _is_still_at(known, url):
+        known = _TrackedPlace(uuid4().hex[:21])  # SwanLab's length; the others take any
+    fs, path = open_fs(join(url, _FILE))
+    write_atomic(fs, path, (json.dumps({"id": known.id, "url": here}) + "\n").encode())
+    return known.id
+
+
+@dataclass(frozen=True, slots=True)
+class _TrackedPlace:
+    """The content of ``tracking.json``."""
+
+    id: str
+    url: str = ""
+    """Where the run was at its last start; empty in a file of an earlier version."""
+
+
+def _read_tracked(url: str) -> _TrackedPlace | None:
+    """Return what the run at ``url`` has recorded; None where that is nothing usable."""
     fs, path = open_fs(join(url, _FILE))
     try:
-        known = "" if new else json.loads(fs.cat_file(path))["id"]
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
-        known = ""
-    if isinstance(known, str) and re.fullmatch("[0-9a-f]{21}", known):
-        return known
-    made = uuid4().hex[:21]  # SwanLab's length; the others take any
-    write_atomic(fs, path, (json.dumps({"id": made}) + "\n").encode())
-    return made
+        found = json.loads(fs.cat_file(path))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return None
+    match found:
+        case {"id": str(name)} if re.fullmatch("[0-9a-f]{21}", name):
+            place = found.get("url", "")
+            return _TrackedPlace(name, place if isinstance(place, str) else "")
+    return None
+
+
+def _is_still_at(known: _TrackedPlace, url: str) -> bool:
+    """Return whether the run whose record is at ``url`` is also where it was, and not by another name
+    of the same folder.
+    """
+    if not known.url:
+        return False
+    try:
+        there = _read_tracked(known.url)
+    except Exception:  # each store has errors of its own: it is read from here no more
+        return False
+    if there is None or there.id != known.id:
+        return False
+    there_file = Path(absolute(known.url), _FILE)
+    here_file = Path(absolute(url), _FILE)
+    if there_file.exists() and here_file.exists():  # and not in a store
+        return not there_file.samefile(here_file)
+    return True

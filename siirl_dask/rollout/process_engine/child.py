@@ -139,6 +139,8 @@ class EngineCommands:
             result = self._result(message)
         except ProcessLostError:
             raise
+        except _GivenUpError:  # no bug of the engine's: the worker knows why
+            self._messages.send(FAILED, [_GivenUpError.__name__, ""])
         except Exception as error:  # an engine raises anything
             self._messages.send(FAILED, describe_error(error))
         else:

@@ -20,7 +20,8 @@ def describe_error(error: Exception) -> list[str]:
     name = type(error).__name__
     if name not in _PLAIN and not isinstance(error, SiirlError):
         traceback.print_exception(error)
-    return [name, str(error)]
+    # messages hold no half characters, which names of files may have
+    return [name, str(error).encode("utf-8", "replace").decode()]
 
 
 def read_error(value: object) -> Exception:

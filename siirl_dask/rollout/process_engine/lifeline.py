@@ -15,20 +15,22 @@ _STANDARD_INPUT = 0
 
 
 def end_with_parent(folder: str, *files: int) -> None:
-    """End this process and its group when standard input ends, whose other end the parent alone
-    has; then, and when this process ends by itself, remove ``folder``.
+    """End this process and its group when its parent ends, or standard input, whose other end the
+    parent has; then, and when this process ends by itself, remove ``folder``.
 
     ``files`` are descriptors that nothing but this process is to hold open. Call it first: it forks
     on Linux.
     """
     try:
         watched = os.pidfd_open(os.getpid())
+        parent = os.pidfd_open(os.getppid())
     except (AttributeError, OSError):  # another system, or a kernel without them
         threading.Thread(target=_follow, args=(folder,), daemon=True).start()
         return
     child = os.fork()
     if child:
         os.close(watched)
+        os.close(parent)
         os.waitpid(child, 0)
         return
     if os.fork():
@@ -38,7 +40,8 @@ def end_with_parent(folder: str, *files: int) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for output in (1, 2):
         os.dup2(nowhere, output)  # else the parent would not see the end of this process's output
-    select.select([_STANDARD_INPUT, watched], [], [])
+    # what the parent has forked, as pools of processes, may have the other end of standard input too
+    select.select([_STANDARD_INPUT, watched, parent], [], [])
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(watched, signal.SIGKILL)
     select.select([watched], [], [])

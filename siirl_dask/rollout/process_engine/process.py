@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -34,6 +35,7 @@ from siirl_dask.wording import redacted
 logger = logging.getLogger("siirl_dask.rollout")
 _CHILD = "siirl_dask.rollout.process_engine.child"
 _PATIENCE = 5.0  # seconds for a process that is ending to be gone
+_LOOK_AGAIN = 0.02
 _LINES = 12
 """Last lines of a process's output that an error shows."""
 _LONGEST_LINE = 2**12
@@ -63,17 +65,22 @@ class EngineProcess:
         self._words: deque[str] = deque(maxlen=_LINES)
         self._folder = tempfile.mkdtemp(prefix="siirl-engine-")
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _CHILD, str(theirs.fileno()), self._folder],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.PIPE,  # nothing is written there: its end is the child's
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**defaults, **_environment(self._folder, with_secrets=with_secrets)},
-            )
         self._socket = MessageSocket(ours)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", _CHILD, str(theirs.fileno()), self._folder],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.PIPE,  # nothing is written there: its end is the child's
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env={**defaults, **_environment(self._folder, with_secrets=with_secrets)},
+                )
+        except BaseException:
+            self._socket.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         self._reader = Thread(target=self._forward, name="siirl-engine-output", daemon=True)
         self._reader.start()
 
@@ -96,13 +103,14 @@ class EngineProcess:
         stopped. ProcessLostError where the process has ended; then, and where this call is
         interrupted in the middle, it is killed.
         """
+        outer = len(self._stages)  # of a command that waits for this one
         try:
             result, error = self._until_done(name, value, file, answers)
         except BaseException:
             self.end()
             raise
         finally:
-            while self._stages:
+            while len(self._stages) > outer:
                 self._stages.pop().close()
         if error is not None:
             raise error
@@ -144,24 +152,38 @@ class EngineProcess:
                 if self._reported(message.name, message.value):
                     continue
                 asks = message.name in _QUESTIONS
-                answer = None
                 if failure is None:
                     try:
                         answer = answers(message.name, message.value)
+                        if asks:
+                            self._socket.send(ANSWER, answer)
                     except ProcessLostError:
                         raise
-                    except Exception as error:  # whatever the worker's queue raises
+                    # whatever the worker's queue raises, and an answer that cannot be sent
+                    except Exception as error:
                         failure = error
-                if asks and failure is None:
-                    self._socket.send(ANSWER, answer)
-                elif asks:
+                if asks and failure is not None:
                     self._socket.send(ABORT)
         except ProcessLostError:
             if failure is not None:
                 raise failure from None
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_PATIENCE)  # its own end, before it is killed
+            self._await_own_end()  # before it is killed
             raise
+
+    def _await_own_end(self) -> None:
+        """Wait some seconds for the process to end by itself. Where the system can, it is not
+        reaped: its number stays that of its group, which ``end`` kills.
+        """
+        if self._process.returncode is not None:
+            return
+        if not hasattr(os, "waitid"):
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_PATIENCE)
+            return
+        until = time.monotonic() + _PATIENCE
+        look = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        while os.waitid(os.P_PID, self.pid, look) is None and time.monotonic() < until:
+            time.sleep(_LOOK_AGAIN)
 
     def _reported(self, name: str, value: Any) -> bool:
         """Pass on a report of progress; return whether the message was one."""
@@ -187,7 +209,9 @@ class EngineProcess:
             while line := output.readline(_LONGEST_LINE):
                 text = line.decode(errors="replace")
                 self._words.append(text.rstrip())
-                sys.stderr.write(text)
+                # a pipe that nobody empties would hold the process up
+                with suppress(OSError, ValueError):
+                    sys.stderr.write(text)
 
 
 def _how(code: int | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -12,6 +12,8 @@ from siirl_dask.rollout.engine import FinishReason, Generation, GenerationReques
 from siirl_dask.rollout.vllm_engine.row_parameters import EXACT
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_MOST_TOKENS = 2**31
+"""Tokens that any vocabulary may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,11 @@ class ServedResponse:
     """Labels of the weights of its tokens: one, but where weights were replaced meanwhile."""
 
 
-def read_answer(found: object, request: GenerationRequest, mode: str, url: str) -> ServedResponse:
+def read_answer(
+    found: object, request: GenerationRequest, ends: Collection[int], mode: str, url: str
+) -> ServedResponse:
     """Return the response in what ``/inference/v1/generate`` of the server at ``url`` answers.
-    ``mode`` is the server's ``logprobs_mode``.
+    ``ends`` are the tokens that end any response, ``mode`` is the server's ``logprobs_mode``.
 
     RunError for an answer of another form, for log-probs that are missing or not finite, and for a
     response that ended otherwise than by its end or its length.
@@ -40,7 +44,7 @@ def read_answer(found: object, request: GenerationRequest, mode: str, url: str) 
         spans = _sequence(choice["weight_versions"])
         labels = frozenset(str(_mapping(span)["version"]) for span in spans)
         reason = _REASONS[choice["finish_reason"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise RunError(
             f"{url}: its answer has not the form that vLLM 0.32's has, or the response was ended by "
             f"something else than its end or its length: {type(error).__name__}: {error}"
@@ -62,7 +66,31 @@ def read_answer(found: object, request: GenerationRequest, mode: str, url: str) 
             f"{url}: it gave {max(logprobs)} as a log-probability; expected the server's "
             f"--logprobs-mode to be {mode}"
         )
+    _check_end(tokens, reason, request, ends, url)
     return ServedResponse(Generation(tokens, logprobs, reason), labels)
+
+
+def _check_end(
+    tokens: Sequence[int],
+    reason: FinishReason,
+    request: GenerationRequest,
+    ends: Collection[int],
+    url: str,
+) -> None:
+    """Raise RunError for a response that was cut, or goes on after its end: it would be trained as
+    one that the policy has ended so.
+    """
+    stops = {*ends, *request.sampling.stop_token_ids}
+    most = request.sampling.max_tokens
+    if reason is FinishReason.LENGTH and len(tokens) < most:
+        problem = f"it cut a response at {len(tokens)} tokens, and {most} were asked for"
+    elif reason is FinishReason.STOP and tokens[-1] not in stops:
+        problem = f"it ended a response with the token {tokens[-1]}, which ends none"
+    elif not stops.isdisjoint(tokens[:-1]):
+        problem = "it went on after a token that ends a response"
+    else:
+        return
+    raise RunError(f"{url}: {problem}; look what there is between this worker and vLLM's server")
 
 
 def _mapping(found: object) -> Mapping[str, Any]:
@@ -85,6 +113,6 @@ def _only(found: object) -> object:
 
 
 def _token(found: object) -> int:
-    if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+    if type(found) is not int or not 0 <= found < _MOST_TOKENS:
         raise TypeError(f"expected a token, found {found!r}")
     return found

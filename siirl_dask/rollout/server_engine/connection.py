@@ -16,7 +16,9 @@ from siirl_dask.config import ServerConfig
 from siirl_dask.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from tornado.httpclient import AsyncHTTPClient, HTTPResponse
+    from tornado.httpclient import HTTPResponse
+
+    from siirl_dask.http_client import EndingClient
 
 logger = logging.getLogger("siirl_dask.rollout")
 EXTENSION = "siirl_dask.rollout.server_engine.extension.LoadsWeights"
@@ -76,7 +78,7 @@ class Server:
         self._timeout = config.timeout
         self._connections = connections
         self._progress = progress
-        self._client: AsyncHTTPClient | None = None
+        self._client: EndingClient | None = None
         self._warned = -_LONGEST_PAUSE
 
     async def examine(self, *, patiently: bool = True) -> ServerFacts:
@@ -104,7 +106,7 @@ class Server:
                 has_extension=config["parallel_config"]["worker_extension_cls"] == EXTENSION,
                 generation_config=str(model["generation_config"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self.url}: it does not describe itself as a server of vLLM 0.32 does: "
                 f"{type(error).__name__}: {error}"
@@ -226,17 +228,20 @@ class Server:
         raise RunError(f"{self.url}{path}: {problem}{_advice(response.code, path)}")
 
     def close(self) -> None:
+        """End all requests under way. Another one opens a connection again."""
         if self._client is not None:
             self._client.close()
             self._client = None
 
     async def _fetch(self, method: str, path: str, body: object) -> HTTPResponse:
         """Return one answer of the server. OSError where there is none."""
-        from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
+        from tornado.httpclient import HTTPClientError, HTTPRequest
         from tornado.iostream import StreamClosedError
 
+        from siirl_dask.http_client import EndingClient
+
         if self._client is None:
-            self._client = AsyncHTTPClient(
+            self._client = EndingClient(
                 force_instance=True,
                 max_clients=self._connections + 1,
                 max_body_size=_LARGEST,
@@ -252,7 +257,7 @@ class Server:
             follow_redirects=False,
         )
         try:
-            return await self._client.fetch(request, raise_error=False)
+            return await self._client.ask(request, raise_error=False)
         except (HTTPClientError, StreamClosedError) as error:
             raise ConnectionError(str(error)) from error
 
@@ -262,7 +267,7 @@ def _plain(response: HTTPResponse, url: str) -> Any:
         return None
     try:
         return json.loads(response.body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{url}: its answer is no JSON: {error}") from error
 
 

@@ -43,6 +43,9 @@ from siirl_dask.rollout.weight_loading import Replacement
 
 _STARTED_WITH = "default"
 """vLLM's label of the weights that a server started with."""
+_MOST_MISTAKEN = 5
+"""Answers of other weights than the server says that it has, one after the other. Some are those of a
+server that was started again, whose weights another request has brought back."""
 _ROOM = "the servers have"
 _MORE_ROOM = "start them with a larger --max-model-len"
 """Words of the error for requests that are too long."""
@@ -112,8 +115,12 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
     def serve(self, queue: RequestQueue) -> None:
         """Generate until the queue is empty. A row that is done makes room for the next at once."""
         self._replacement.check()
-        # a server ends a request whose connection is closed
-        self._run(serve_concurrently(queue, self._max_rows, self._ask))
+        try:
+            self._run(serve_concurrently(queue, self._max_rows, self._ask))
+        except BaseException:
+            for server in self._servers:  # which end a request whose connection is closed
+                server.close()
+            raise
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every parameter on all servers of this worker.
@@ -179,27 +186,36 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
         }
         under_way = [server.under_way for server in self._servers]
         server = self._servers[choose_server(request.prompt, under_way)]
+        mistaken = 0
         while True:
-            answer = read_answer(await server.generate(body), request, self._mode, server.url)
+            found = await server.generate(body)
+            answer = read_answer(found, request, self._end_tokens, self._mode, server.url)
             if answer.labels == {self._label}:
                 self._progress()
                 return answer.generation
-            await self._restore(server)
+            mistaken = 0 if await self._restored(server) else mistaken + 1
+            if mistaken == _MOST_MISTAKEN:
+                raise RunError(
+                    f"{server.url}: it says that its weights are {self._label!r}, and its answers "
+                    f"that they were sampled by {sorted(answer.labels)}: expected one server there, "
+                    "and no proxy that has several"
+                )
 
-    async def _restore(self, server: Server) -> None:
-        """Give a server that was started again the weights in use. RunError where others have
-        replaced them.
+    async def _restored(self, server: Server) -> bool:
+        """Give a server that was started again the weights in use; return whether it lacked them.
+        RunError where others have replaced them.
         """
         async with server.restoring:
             label = await server.label()
             if label == self._label:
-                return
+                return False
             if label != _STARTED_WITH:
                 raise RunError(
                     f"{server.url}: somebody else has replaced its weights: they are {label!r}, and "
                     f"expected were {self._label!r}; a server is for one run, and one engine of it"
                 )
             await self._load(server)
+            return True
 
     def _run(self, coroutine: Any) -> Any:
         return self._loop.run_until_complete(coroutine)
