@@ -1,4 +1,4 @@
-"""What `kill -9` costs in the middle of a turn: of a worker, a rank, an engine's process, a server.
+"""Measure what `kill -9` costs in the middle of a turn: of a worker, a rank, an engine's process, a server.
 
     python benchmarks/kills.py [--cases worker process] [--steps 8] [--out docs/benchmarks/kills.md]
 
@@ -374,6 +374,11 @@ def page(found: Mapping[str, Measured], steps: int) -> str:
         f"| {what} | {one.step:.1f} | {one.until_next:.1f} | {one.equal} of {one.rows} "
         f"| {one.processes} | {len(one.files)} |"
         for what, one in found.items()
+    ]
+    lines += [
+        "",
+        "A server's time is mostly that of its next start. What a killed server leaves is vLLM's own: shared memory "
+        "between its processes, and files of its compiler.",
     ]
     return "\n".join([*lines, ""])
 

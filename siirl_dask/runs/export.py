@@ -233,20 +233,24 @@ def put_folder(folder: Path, url: str) -> None:
     If that fails, the files are removed that were copied. ConfigError for a full disk.
     """
     fs, path = open_fs(url)
-    fs.makedirs(path, exist_ok=True)
-    files = sorted(folder.iterdir(), key=lambda file: file.name in _LAST)
+    found = [file for file in folder.rglob("*") if file.is_file()]
+    files = sorted(found, key=lambda file: file.name in _LAST)
+    inner = sorted({file.parent.relative_to(folder).as_posix() for file in files} - {"."})
+    for name in ("", *inner):
+        fs.makedirs(f"{path}/{name}", exist_ok=True)
     left = sum(file.stat().st_size for file in files)
     try:
         for file in files:
-            _put_file(fs, file, f"{path}/{file.name}", left)
+            _put_file(fs, file, f"{path}/{file.relative_to(folder).as_posix()}", left)
             left -= file.stat().st_size
     except BaseException as error:
         for file in files:
             # it may not be there; the error that led here is the one to tell
             with suppress(Exception):
-                remove_file(fs, f"{path}/{file.name}")
-        with suppress(Exception):
-            fs.rmdir(path)
+                remove_file(fs, f"{path}/{file.relative_to(folder).as_posix()}")
+        for name in (*reversed(inner), ""):
+            with suppress(Exception):
+                fs.rmdir(f"{path}/{name}")
         if is_full(error):
             raise ConfigError(f"{url!r} cannot be written: {error}") from error
         raise

@@ -5,12 +5,15 @@ vLLM and peft.
 import json
 import shutil
 from pathlib import Path
+from uuid import uuid4
 
 import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from siirl_storage import open_fs
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from siirl_dask.cli import main
 from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig, VllmConfig
@@ -251,6 +254,24 @@ def test_verify_finds_one_number_of_an_expert_that_is_off(run, tmp_path):
         patch.setattr(hugging_face, "copy_others", spoil)
         with pytest.raises(ConfigError, match=r"experts.* differs by 0\.001 from the checkpoint's"):
             export(url, str(tmp_path / "out"), verify=True)
+
+
+@pytest.mark.parametrize("run", ["tied"], indirect=True)
+@pytest.mark.parametrize("to", ["local", "memory"])
+def test_chat_templates_with_names_of_their_own_are_exported_too(run, tmp_path, to):
+    """They lie in a folder of the base; without it transformers takes such a name for a template."""
+    url, base, _ = run
+    templates = base / CHAT_TEMPLATE_DIR
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("{{ tools }}")
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    out = str(tmp_path / "out") if to == "local" else f"memory://export-{uuid4().hex}"
+    export(url, out)
+    if to == "memory":
+        fs, path = open_fs(out)
+        fs.get(f"{path}/", f"{tmp_path}/out/", recursive=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.get_chat_template("tool_use") == "{{ tools }}"
 
 
 def test_it_goes_to_any_store_and_never_over_something(run, tmp_path):

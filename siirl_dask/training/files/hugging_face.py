@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from shutil import copyfile
+from shutil import copyfile, copytree
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from siirl_dask.config import Dtype, TrainerConfig, VisionPart
 from siirl_dask.errors import ConfigError
@@ -110,8 +111,8 @@ def _name_as_in(base: str, folder: Path, model: PreTrainedModel) -> None:
 
 
 def copy_others(base: Path, folder: Path, dtype: str) -> None:
-    """Copy the files of ``base`` that hold no weights; ``config.json`` says that the numbers are
-    ``dtype``.
+    """Copy the files of ``base`` that hold no weights, and its further chat templates;
+    ``config.json`` says that the numbers are ``dtype``.
     """
     for file in base.iterdir():
         hidden = file.name.startswith(".")
@@ -119,6 +120,9 @@ def copy_others(base: Path, folder: Path, dtype: str) -> None:
             hidden or file.name in _NOT_OF_A_MODEL or is_of_weights(file.name)
         ):
             copyfile(file, folder / file.name)
+    templates = base / CHAT_TEMPLATE_DIR
+    if templates.is_dir():
+        copytree(templates, folder / CHAT_TEMPLATE_DIR)
     config = json.loads((base / _CONFIG).read_text(encoding="utf-8"))
     if not _set_dtype(config, dtype):
         config["torch_dtype"] = dtype
