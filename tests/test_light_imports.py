@@ -5,10 +5,7 @@ never load DuckDB.
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = ("antlr4", "bokeh", "dask", "distributed", "duckdb", "omegaconf", "tornado")
@@ -89,25 +86,20 @@ import importlib
 import sys
 from importlib.util import find_spec
 
+from siirl_dask.models.broken_imports import hide
+
 assert find_spec("pandas") is not None, "the extra test brings it"
 for module in sys.argv[1:]:
     importlib.import_module(f"siirl_dask.{module}")
     assert "pandas" not in sys.modules, module
-"""
-WITHOUT_SCIKIT_LEARN = """
-import sys
-from importlib.util import find_spec
-
-from siirl_dask.models.broken_imports import hide
-
 hide()
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 assert "transformers.generation.candidate_generator" in sys.modules, "the name of its module"
 loaded = {name.partition(".")[0] for name in sys.modules}
-assert not loaded & {"sklearn", "scipy"}, sorted(loaded)
-assert find_spec("sklearn") is not None, "rewards may use it"
-import sklearn.metrics
+assert not loaded & {"sklearn", "scipy"}, "a second, which scikit-learn takes"
+if find_spec("sklearn") is not None:
+    import sklearn.metrics  # rewards may use it
 """
 
 
@@ -134,12 +126,6 @@ def test_no_module_of_a_worker_imports_duckdb():
     assert int(done.stdout.splitlines()[-1]) > 150
 
 
-@pytest.mark.skipif(find_spec("sklearn") is None, reason="scikit-learn is not installed")
-def test_transformers_does_not_import_scikit_learn_which_takes_a_second():
-    done = python(WITHOUT_SCIKIT_LEARN)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_no_start_imports_pandas_which_takes_half_a_second_and_36_mib():
+def test_no_start_imports_pandas_or_scikit_learn_which_take_half_a_second_and_a_whole_one():
     done = python(WITHOUT_PANDAS, *STARTS)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -38,6 +38,8 @@ _NULL_ROW = re.compile(r"\}[ \t\n\r]*+null")  # on which pyarrow crashes; also i
 _SPACE = re.compile(r"[ \t\n\r]*+")
 _COMMA = re.compile(r"[ \t\n\r]*+,[ \t\n\r]*+")
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+# Arrow's errors over packed bytes, which have no kind of their own
+_NOT_UNPACKED = re.compile(r"(inflate|decompress)\w* failed|truncated compressed", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +81,25 @@ def _texts(fs: AbstractFileSystem, path: str) -> Iterator[str]:
 
 @contextmanager
 def open_text(fs: AbstractFileSystem, path: str) -> Iterator[pa.NativeFile]:
-    """Open a file to be read from its beginning, unpacked where its name ends in .gz or .zst."""
+    """Open a file to be read from its beginning, unpacked where its name ends in .gz or .zst.
+    DataError for one that is not packed so, or is damaged.
+    """
     compression = next(
         (kind for ending, kind in _COMPRESSIONS.items() if path.lower().endswith(ending)), None
     )
     with open_input(fs, path) as file:
         if compression is None:
             yield file
-        else:
+            return
+        try:
             yield pa.CompressedInputStream(file, compression)
+        except OSError as error:
+            if _NOT_UNPACKED.search(str(error)) is None:
+                raise  # of the store
+            raise DataError(
+                f"{path!r} ends as a file of {compression} and cannot be unpacked: {error}: it is "
+                "packed otherwise, or not whole"
+            ) from error
 
 
 class _JsonObjects:

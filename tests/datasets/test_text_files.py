@@ -401,3 +401,27 @@ def test_texts_beside_lists_that_are_no_parts_stay_text(tmp_path):
             sources=[str(tmp_path / f"{number}.jsonl")], to=str(tmp_path / f"t{number}")
         )
         assert pa.types.is_string(import_data(request).schema[0].type)
+
+
+@pytest.mark.parametrize("ending", ["jsonl.gz", "csv.gz", "jsonl.zst", "csv.zst"])
+@pytest.mark.parametrize("damage", ["plain", "cut", "changed"])
+def test_a_file_that_is_not_packed_as_its_name_says_is_named_and_its_store_is_not_blamed(
+    tmp_path, ending, damage
+):
+    rows = [{"prompt": f"What is {number}?", "answer": str(number)} for number in range(2000)]
+    text = "\n".join(map(json.dumps, rows))
+    if ending.startswith("csv"):
+        text = "\n".join(["prompt,answer", *(",".join(row.values()) for row in rows)])
+    kind = "gzip" if ending.endswith("gz") else "zstd"
+    packed = bytearray(pa.compress(text.encode(), codec=kind, asbytes=True))
+    if damage == "plain":
+        packed = text.encode()
+    elif damage == "cut":
+        del packed[len(packed) // 2 :]
+    else:
+        packed[:4] = b"abcd"
+    (tmp_path / f"rows.{ending}").write_bytes(packed)
+    source = str(tmp_path / f"rows.{ending}")
+    with pytest.raises(DataError, match=f"of {kind} and cannot be unpacked") as raised:
+        import_data(ImportRequest(sources=[source], to=str(tmp_path / "table")))
+    assert "storage" not in str(raised.value)

@@ -69,11 +69,12 @@ def test_a_server_that_does_not_start_is_named(server):
     ("way", "on_tool_error"), [("end", "text"), ("end", "failure"), ("hang", "text")]
 )
 def test_a_server_that_is_lost_fails_its_episode_and_is_started_once_more_for_the_next(
-    way, on_tool_error, play
+    way, on_tool_error, play, monkeypatch
 ):
     """Its calls were texts for the model, for ever: the policy learnt that the tool does not
     work.
     """
+    monkeypatch.setattr(mcp_servers, "_ANSWER_TIMEOUT", 1.0)
     options = {"timeout": 1.0} if way == "hang" else {}
     player = play(mcp_servers={"numbers": SERVER}, on_tool_error=on_tool_error, **options)
     player.reset(prompt=CHAT)

@@ -9,5 +9,6 @@ def share_right(prompt, response, answer, **extra):
     return float(response == answer)
 
 
-def gives(prompt, response, answer, *, value, **extra):
-    return value
+def gives_its_own(prompt, response, answer, *, values, **extra):
+    """Give the value whose place among ``values`` is the row's answer."""
+    return values[int(answer)]

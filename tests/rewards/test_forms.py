@@ -16,7 +16,7 @@ import torch
 from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Device
 from siirl_dask.rewards import Scorer, from_trl
-from tests.rewards.functions import gives
+from tests.rewards.functions import gives_its_own
 
 ROW = {"prompt": "p", "response": "r", "answer": "a"}
 NUMBERS = [
@@ -37,29 +37,35 @@ OTHERS = [
 ]
 
 
-def score(function, processes=0, rows=1, **options):
+def score(function, rows, processes=0, **options):
     scorer = Scorer(function, RewardsConfig(processes=processes, **options), Device("w"))
     try:
-        return scorer.score([ROW] * rows)
+        return scorer.score(rows)
     finally:
         scorer.close()
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-@pytest.mark.parametrize(("value", "number"), NUMBERS, ids=repr)
-def test_a_number_of_any_library_is_that_number(value, number, processes):
-    (plain,) = score(functools.partial(gives, value=value), processes)
-    assert (plain.reward, plain.failure) == (number, None)
-    (parts,) = score(functools.partial(gives, value={"reward": value, "part": value}), processes)
-    assert parts.parts == {"reward": number, "part": number}
+def score_each(values, processes):
+    """The scores of rows whose rewards are these values, in one pool of processes."""
+    rows = [{**ROW, "answer": str(at)} for at in range(len(values))]
+    function = functools.partial(gives_its_own, values=values)
+    return score(function, rows, processes, max_failures=len(values))
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-@pytest.mark.parametrize("value", OTHERS, ids=repr)
-def test_what_is_no_finite_number_is_a_failure(value, processes):
-    (found,) = score(functools.partial(gives, value=value), processes)
-    assert found.reward is None
-    assert "gave" in found.failure
+def test_a_number_of_any_library_is_that_number(processes):
+    plain = score_each([value for value, _ in NUMBERS], processes)
+    parts = score_each([{"reward": value, "part": value} for value, _ in NUMBERS], processes)
+    for (value, number), alone, with_part in zip(NUMBERS, plain, parts, strict=True):
+        assert (alone.reward, alone.failure) == (number, None), repr(value)
+        assert with_part.parts == {"reward": number, "part": number}, repr(value)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_what_is_no_finite_number_is_a_failure(processes):
+    for value, found in zip(OTHERS, score_each(OTHERS, processes), strict=True):
+        assert found.reward is None, repr(value)
+        assert "gave" in found.failure, repr(value)
 
 
 class Meeting:
@@ -113,7 +119,7 @@ def of_trl(meeting):
 @pytest.mark.parametrize("form", [of_object, of_decorator, of_options, of_trl])
 def test_calls_of_all_that_is_async_run_side_by_side_and_may_have_a_timeout(form):
     meeting = Meeting()
-    scores = score(form(meeting), rows=8, timeout=60.0, concurrency=4)
+    scores = score(form(meeting), [ROW] * 8, timeout=60.0, concurrency=4)
     assert [one.reward for one in scores] == [1.0] * 8
     assert meeting.most == 4
 
@@ -123,4 +129,4 @@ def test_a_decorator_may_answer_for_the_async_function_that_it_wraps():
         raise AssertionError
 
     function_with_answer = functools.wraps(function)(lambda **columns: 0.5)
-    assert [one.reward for one in score(function_with_answer)] == [0.5]
+    assert [one.reward for one in score(function_with_answer, [ROW])] == [0.5]
