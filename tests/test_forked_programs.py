@@ -44,6 +44,16 @@ raise ValueError("bad")
 """
 
 
+@pytest.fixture(autouse=True)
+def hears_interrupts():
+    """Shells start background jobs, and so perhaps these tests, with SIGINT ignored, which a new
+    interpreter takes over.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("status", ["0", "3", "words"])
 @pytest.mark.parametrize("way", ["-c", "-m", "file"])
 def test_it_has_the_words_folder_environment_and_end_of_an_interpreters(
