@@ -281,7 +281,7 @@ class Driver:
         return on_done
 
     def _next_written(self) -> WrittenCheckpoint | None:
-        """Return a written checkpoint whose iteration was yielded before, if there is one."""
+        """Return a written checkpoint, if there is one and all iterations before it were yielded."""
         unfinished = [pending.iteration.sequence for pending in self._pending]
         if self._tables.first_awaited is not None:
             unfinished.append(self._tables.first_awaited)
@@ -289,7 +289,7 @@ class Driver:
         for sequence, checkpoint in self._checkpoints.items():
             if first_unfinished is not None and sequence > first_unfinished:
                 continue
-            if len(checkpoint.written) < len(self._spec.members):
+            if not checkpoint.is_whole(self._spec.members):
                 continue
             del self._checkpoints[sequence]
             saved = [checkpoint.saved[worker] for worker in self._spec.members]

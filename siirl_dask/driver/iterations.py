@@ -73,6 +73,12 @@ class PendingCheckpoint:
     saved: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     written: dict[str, dict[str, FileDigest]] = field(default_factory=dict)
 
+    def is_whole(self, workers: Collection[str]) -> bool:
+        """Return whether all workers have written their part, and have said what it is: a part may
+        be written before the task ends that says so.
+        """
+        return all(worker in self.saved and worker in self.written for worker in workers)
+
 
 def iterations(
     config: Config,
