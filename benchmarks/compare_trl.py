@@ -17,15 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from against_trl.measuring import (
-    PAGES,
-    Part,
-    add_outputs,
-    add_parts,
-    add_timing,
-    check_trl,
-    measure_parts,
-)
+from against_trl import measuring
 from against_trl.page import Measured, summary, write_page
 from against_trl.runs import OURS, TOLD, TRL, curves, losses, speed
 from against_trl.setting import Setting
@@ -42,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the runs; default 0 1 2"
     )
     parser.add_argument("--steps", type=int, default=60, help="of each run; default 60")
-    add_timing(parser, rounds=5, round_steps=10)
+    measuring.add_timing(parser, rounds=5, round_steps=10)
     parser.add_argument(
         "--threads", type=int, default=1, help="torch threads of a worker; default 1"
     )
@@ -54,17 +46,17 @@ def make_parser() -> argparse.ArgumentParser:
         default=list(WORKERS),
         help="of ours when timed: default all",
     )
-    add_parts(parser, PARTS)
+    measuring.add_parts(parser, PARTS)
     parser.add_argument(
         "--task", type=Path, help="folder of the sorting task, which is kept; default: a fresh one"
     )
-    add_outputs(parser, PAGES / "trl.md")
+    measuring.add_outputs(parser, measuring.PAGES / "trl.md")
     return parser
 
 
 def main() -> None:
     given = make_parser().parse_args()
-    check_trl()
+    measuring.check_trl()
     record = given.results / "trl.json"
     with TemporaryDirectory() as fresh:
         folder = (given.task or Path(fresh)).absolute()
@@ -72,7 +64,7 @@ def main() -> None:
             print("warm start of the model", flush=True)
             write_sorting_task(folder)
         write = partial(write_page, given.out, record)
-        parts = measure_parts(chosen_parts(given, str(folder)), record, write)
+        parts = measuring.measure_parts(chosen_parts(given, str(folder)), record, write)
     for line in summary(parts):
         print(line)
     print(f"{given.out}, .png; {record}")
@@ -89,13 +81,13 @@ def unequal_cases(parts: dict[str, Measured]) -> list[str]:
     return [case["case"] for case in cases if not case["equal"] and not case["differs"]]
 
 
-def chosen_parts(given: argparse.Namespace, folder: str) -> Iterator[Part]:
+def chosen_parts(given: argparse.Namespace, folder: str) -> Iterator[measuring.Part]:
     """Yield the chosen parts, speed once for each number of our workers."""
     for part in given.parts:
         for workers in given.workers if part == "speed" else [1]:
             name = part if workers == 1 else f"{part} of {workers} workers"
             measure = partial(_measure, part, given, folder, workers)
-            yield Part(name, _command(given, part, workers), measure)
+            yield measuring.Part(name, _command(given, part, workers), measure)
 
 
 def _measure(part: str, given: argparse.Namespace, folder: str, workers: int) -> dict[str, Any]:

@@ -17,15 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from against_trl.measuring import (
-    PAGES,
-    Part,
-    add_outputs,
-    add_parts,
-    add_timing,
-    check_trl,
-    measure_parts,
-)
+from against_trl import measuring
 from against_trl.runs import SIDES, run_side, speed
 from against_trl.turns_page import summary, write_page
 from against_trl.turns_setting import TurnsSetting, copy_task, write_task
@@ -36,7 +28,7 @@ _MODULES = "turns"
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_parts(parser, PARTS)
+    measuring.add_parts(parser, PARTS)
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0, 1], help="of the runs of success; default 0 1"
     )
@@ -44,32 +36,32 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cores", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="of speed; default 1 2"
     )
-    add_timing(parser, rounds=3, round_steps=8)
+    measuring.add_timing(parser, rounds=3, round_steps=8)
     parser.add_argument(
         "--task",
         type=Path,
         help="folder of a calculator task, which is copied; default: a fresh one",
     )
-    add_outputs(parser, PAGES / "trl_turns.md")
+    measuring.add_outputs(parser, measuring.PAGES / "trl_turns.md")
     return parser
 
 
 def main() -> None:
     given = make_parser().parse_args()
-    check_trl()
+    measuring.check_trl()
     record = given.results / "trl_turns.json"
     with TemporaryDirectory() as folder:
         if given.task is not None:
             copy_task(given.task, Path(folder))
         write_task(Path(folder))
         write = partial(write_page, given.out, record)
-        parts = measure_parts(chosen_parts(given, folder), record, write)
+        parts = measuring.measure_parts(chosen_parts(given, folder), record, write)
     for line in summary(parts):
         print(line)
     print(f"{given.out}; {record}")
 
 
-def chosen_parts(given: argparse.Namespace, folder: str) -> Iterator[Part]:
+def chosen_parts(given: argparse.Namespace, folder: str) -> Iterator[measuring.Part]:
     """Yield the chosen parts, those of speed once for each number of cores."""
     for part in given.parts:
         for cores in [2] if part == "success" else given.cores:
@@ -77,7 +69,7 @@ def chosen_parts(given: argparse.Namespace, folder: str) -> Iterator[Part]:
             if part != "success":
                 name = f"{part}, {cores} core{'s' if cores > 1 else ''}"
             measure = partial(_measure, part, given, folder, cores)
-            yield Part(name, _command(given, part, cores), measure)
+            yield measuring.Part(name, _command(given, part, cores), measure)
 
 
 def _measure(part: str, given: argparse.Namespace, folder: str, cores: int) -> dict[str, Any]:

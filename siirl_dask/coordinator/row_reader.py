@@ -49,6 +49,28 @@ class _HeldRows:
         return self.table.slice(int(np.searchsorted(self.rows, row)), 1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """Rows of one row group that a step asks for, and those that later steps will."""
+
+    group: int
+    columns: tuple[str, ...]
+    rows: Ints
+    following: Sequence[Ints]
+    """For each of the rows, those that will be asked for next, in order."""
+    budget: int
+    """Bytes of rows that may be held of the group."""
+
+    def soonest(self, count: int) -> Ints:
+        """Return the rows and those of the following ones that are wanted soonest, ``count`` in all
+        or as many as are asked for now, in ascending order.
+        """
+        chosen = set(self.rows.tolist())
+        ahead = islice(_soonest_first(self.following), max(0, count - len(self.rows)))
+        chosen.update(ahead)
+        return np.array(sorted(chosen), np.int64)
+
+
 class RowReader:
     """Reads rows of one snapshot. Belongs to one thread.
 
@@ -89,10 +111,14 @@ class RowReader:
             by_group.setdefault(row.group, []).append(number)
         sources: list[_HeldRows | None] = [None] * len(rows)
         for group, numbers in by_group.items():
-            budget = self._keep * len(numbers) // len(rows)
-            wanted = np.array([rows[number].row for number in numbers], np.int64)
-            next_rows = [following[number] for number in numbers]
-            held = self._hold(group, columns, wanted, next_rows, budget)
+            demand = _Demand(
+                group,
+                columns,
+                rows=np.array([rows[number].row for number in numbers], np.int64),
+                following=[following[number] for number in numbers],
+                budget=self._keep * len(numbers) // len(rows),
+            )
+            held = self._hold(demand)
             for number in numbers:
                 sources[number] = held
         slices = []
@@ -108,48 +134,33 @@ class RowReader:
                 )
         return pa.concat_tables(slices).combine_chunks()
 
-    def _hold(
-        self,
-        group: int,
-        columns: tuple[str, ...],
-        wanted: Ints,
-        following: Sequence[Ints],
-        budget: int,
-    ) -> _HeldRows:
-        """Return held rows of a group with all that are ``wanted``, read now unless they are held
+    def _hold(self, demand: _Demand) -> _HeldRows:
+        """Return held rows of a group with all that are asked for, read now unless they are held
         already.
         """
-        held = self._held.pop((group, columns), None)
+        key = (demand.group, demand.columns)
+        held = self._held.pop(key, None)
         if held is not None:
             self._held_bytes -= held.nbytes
-        if held is None or not held.has(wanted):
-            held = self._read(group, columns, wanted, following, budget)
-        self._held[group, columns] = held  # at the end: the dict's order is that of use
+        if held is None or not held.has(demand.rows):
+            held = self._read(demand)
+        self._held[key] = held  # at the end: the dict's order is that of use
         self._held_bytes += held.nbytes
         self._shrink()
         return held
 
-    def _read(
-        self,
-        group: int,
-        columns: tuple[str, ...],
-        wanted: Ints,
-        following: Sequence[Ints],
-        budget: int,
-    ) -> _HeldRows:
-        """Read the rows that are wanted, and of the following ones as many as fit ``budget``
-        bytes.
-        """
-        count = budget * self._read_rows // self._read_bytes  # rows of the mean size
-        chosen = _with_following(wanted, following, count)
-        table = self._decode(self._groups[group], columns, chosen)
+    def _read(self, demand: _Demand) -> _HeldRows:
+        """Read the rows that are asked for, and of the following ones as many as fit the budget."""
+        count = demand.budget * self._read_rows // self._read_bytes  # rows of the mean size
+        chosen = demand.soonest(count)
+        table = self._decode(self._groups[demand.group], demand.columns, chosen)
         held = _HeldRows.of(table, chosen)
         self._read_rows += len(chosen)
         self._read_bytes += held.nbytes
-        if held.nbytes <= budget:
+        if held.nbytes <= demand.budget:
             return held
         # these rows are longer than the mean: hold only as many of them as fit
-        fewer = _with_following(wanted, following, len(chosen) * budget // held.nbytes)
+        fewer = demand.soonest(len(chosen) * demand.budget // held.nbytes)
         places = np.searchsorted(chosen, fewer)
         return _HeldRows.of(table.take(pa.array(places)), fewer)
 
@@ -194,16 +205,6 @@ def too_large(dataset: str, what: str, nbytes: int, limit: int) -> DataError:
         f"{limit} at once (data.read_limit; as data.memory_limit where it is not set): raise it, "
         "lower data.batch_size, or write the dataset with smaller row groups"
     )
-
-
-def _with_following(wanted: Ints, following: Sequence[Ints], count: int) -> Ints:
-    """Return ``wanted`` and those of ``following`` that are wanted soonest, ``count`` rows in all
-    or as many as are wanted, in ascending order.
-    """
-    chosen = set(wanted.tolist())
-    ahead = islice(_soonest_first(following), max(0, count - len(wanted)))
-    chosen.update(ahead)
-    return np.array(sorted(chosen), np.int64)
 
 
 def _soonest_first(following: Sequence[Ints]) -> Iterator[int]:

@@ -79,7 +79,7 @@ def _following(
 ) -> Iterator[dict[str, Any]]:
     """Yield the failures that follow a first one until the cause must be among them."""
     deadline = time.monotonic() + _GRACE
-    while not _follows_from_no_other(event):
+    while not _has_no_other_cause(event):
         if event["kind"] == "silent" or isinstance(event.get("error"), SilentPeer):
             deadline = min(deadline, time.monotonic() + _GRACE_AFTER_SILENCE)
         try:
@@ -90,9 +90,9 @@ def _following(
             yield event
 
 
-def _follows_from_no_other(event: dict[str, Any]) -> bool:
-    """Return whether a failure has no cause that may still arrive: a worker's death, a mistake in
-    the input, a loss that is no number. A node's error may come of a peer that has died.
+def _has_no_other_cause(event: dict[str, Any]) -> bool:
+    """Return whether nothing that is still to arrive can have caused a failure: a worker's death, a
+    mistake in the input, a loss that is no number. A node's error may come of a peer's death.
     """
     if event["kind"] == "lost":
         return True
