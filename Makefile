@@ -16,12 +16,13 @@ QUIETLY := --quiet --disable-pip-version-check
 LAZILY := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 
 SINCE ?=
-.PHONY: install quickstart docs check test test-gpu gpu-bundle test-slow test-oldest sweep lint
+.PHONY: install quickstart docs check test test-python test-gpu gpu-bundle test-slow test-oldest sweep lint
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("siirl_dask needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) and not (3, 12) <= v < (3, 12, 2) or sys.exit( \
+	  "siirl_dask needs Python 3.11, 3.12.2 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install $(QUIETLY) $(LAZILY) "torch>=2.11,<2.14" -e ".[test$(addprefix $(COMMA),$(EXTRA))]"
 	touch $@
@@ -58,6 +59,19 @@ test: $(if $(SINCE),$(CHOSEN)) lint
 	  -m "not alone and not gpu and not slow and not sweep" $(FILES) $(OR_NONE)
 	alone=$$(grep -rl --include="*.py" "mark.alone" $(FILES) /dev/null); test -z "$$alone" || $(BIN)/pytest \
 	  -m "alone and not slow and not sweep" $$alone $(OR_NONE) # of no other file: to import them all takes 20 seconds
+
+# Another Python, in an environment of its own without vLLM: the inner circle, and a run. make test-python PYTHON=python3.13
+OTHER = build/$(notdir $(PYTHON))
+$(OTHER)/installed: pyproject.toml
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/pip install $(QUIETLY) $(LAZILY) "torch>=2.11,<2.14" -e ".[test]"
+	touch $@
+
+test-python: export OMP_NUM_THREADS ?= 1
+test-python: $(OTHER)/installed
+	$(OTHER)/bin/python -m pytest -n 2 --dist loadfile --no-processes -m "not alone and not gpu and not slow and not sweep" tests
+	$(OTHER)/bin/python -m siirl_dask.cli quickstart cluster.workers=2 cluster.placement={} run.steps=3 run.url=$(OTHER)/run
+	rm -r $(OTHER)/run
 
 .PHONY: $(CHOSEN)
 $(CHOSEN): install

@@ -24,7 +24,7 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from siirl_dask.coordinator.databuffer.allgather import FAN_OUT, GatheredStatistics, StatisticsTree
+from siirl_dask.coordinator.databuffer.shares import FAN_OUT, GatheredStatistics, StatisticsTree
 from siirl_dask.coordinator.layout.assignment import EdgeStatistics, assign_owners, row_statistics
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request, TransitionKey
 from siirl_dask.planner import Edge, Rows

@@ -1,9 +1,11 @@
 """Rows between hosts over links of a rate and a delay, in a lab on this machine, beside TCP streams and other systems.
 
-    python benchmarks/links.py [--rates none 1e9 1e10] [--delays 0 0.001 0.01] [--n 5] [--out docs/benchmarks/links.md]
+    python benchmarks/links.py [--pairs 1 2] [--rates none 1e9 1e10] [--delays 0 0.001 0.01] [--n 5]
+        [--out docs/benchmarks/links.md]
 
-Four hosts: rows go from hosts 0 and 1 to hosts 2 and 3, and the raw streams from host 0 to host 2, as many bytes as
-each target gets. All take turns in the same minute.
+With one pair, rows go from one host to another; with two, from hosts 0 and 1 to hosts 2 and 3, each source to both
+targets. The raw streams go from host to host of each pair at the same time, and carry as many bytes into each target.
+All take turns in the same minute.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from links_page import SYSTEMS, write_page
 from method import PATIENCE
 from siirl_dask.testing.hosts import DaskCluster, Host, Lab, Links, why_no_lab
 from usage import CpuClock, own_processes
-from work import Work
+from work import BYTES_PER_TOKEN, Work
 
 _HERE = Path(__file__).resolve().parent
 _RAY = Path("/tmp/ray")  # its sockets and logs: each host has its own
@@ -44,10 +46,11 @@ class Turn:
 
 @dataclass(slots=True)
 class Party:
-    """Something that takes turns: a program on host 0 that answers lines."""
+    """Something that takes turns: programs that answer lines, one on host 0 or the senders of all
+    pairs."""
 
     name: str
-    program: subprocess.Popen[str]
+    programs: Sequence[subprocess.Popen[str]]
     pids: Sequence[int]
     """All processes that came with it."""
     idle: float = 0.0
@@ -73,14 +76,21 @@ class Party:
 
     def _run(self, line: str) -> Turn:
         clock = CpuClock(self.pids)
-        seconds = self._ask(line)["seconds"]
+        for program in self.programs:
+            _write_line(program, line)
+        seconds = max(_answer(self.name, program)["seconds"] for program in self.programs)
         return Turn(seconds, clock.seconds() - self.idle * seconds)
 
     def _ask(self, line: str) -> dict[str, Any]:
-        assert self.program.stdin is not None
-        self.program.stdin.write(f"{line}\n")
-        self.program.stdin.flush()
-        return _answer(self.name, self.program)
+        (program,) = self.programs
+        _write_line(program, line)
+        return _answer(self.name, program)
+
+
+def _write_line(program: subprocess.Popen[str], line: str) -> None:
+    assert program.stdin is not None
+    program.stdin.write(f"{line}\n")
+    program.stdin.flush()
 
 
 def start_parties(lab: Lab, work: Work, systems: Sequence[str], folder: Path) -> list[Party]:
@@ -88,8 +98,9 @@ def start_parties(lab: Lab, work: Work, systems: Sequence[str], folder: Path) ->
     workers of ours.
     """
     environment = {"PYTHONPATH": os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])}
-    source, target = lab.hosts[0], lab.hosts[2]
-    parties, known = [], set(own_processes())
+    source = lab.hosts[0]
+    parties: list[Party] = []
+    known = set(own_processes())
 
     def start(name: str, host: Host, *command: object) -> subprocess.Popen[str]:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -97,14 +108,21 @@ def start_parties(lab: Lab, work: Work, systems: Sequence[str], folder: Path) ->
         _answer(name, program)
         return program
 
-    def join(name: str, program: subprocess.Popen[str], pids: Sequence[int] = ()) -> None:
+    def join(
+        name: str, programs: Sequence[subprocess.Popen[str]], pids: Sequence[int] = ()
+    ) -> None:
         new = [pid for pid in own_processes() if pid not in known]
         known.update(new)
-        parties.append(Party(name, program, [*pids, *new]))
+        parties.append(Party(name, programs, [*pids, *new]))
 
-    place = f"{target.address}:{_RAW_PORT}"
-    start("the receiver", target, _HERE / "raw_streams.py", "serve", place)
-    join("raw", start("the sender", source, _HERE / "raw_streams.py", "send", place))
+    senders = []
+    for number in range(work.sources):
+        target = lab.hosts[work.sources + number]
+        place = f"{target.address}:{_RAW_PORT}"
+        start("a receiver", target, _HERE / "raw_streams.py", "serve", place)
+        sender = start("a sender", lab.hosts[number], _HERE / "raw_streams.py", "send", place)
+        senders.append(sender)
+    join("raw", senders)
     sizes = (
         "--rows",
         work.rows,
@@ -122,11 +140,8 @@ def start_parties(lab: Lab, work: Work, systems: Sequence[str], folder: Path) ->
         if name == "ray":
             start_ray(lab.hosts, folder, environment)
         address = f"{source.address}:{_RAY_PORT}" if name == "ray" else cluster.address
-        join(
-            name,
-            start(name, source, _HERE / "one_system.py", name, address, *sizes),
-            workers if name == "dask" else (),
-        )
+        program = start(name, source, _HERE / "one_system.py", name, address, *sizes)
+        join(name, [program], workers if name == "dask" else ())
         workers = parties[-1].pids if name == "ours" else workers
     return parties
 
@@ -210,15 +225,20 @@ def describe(
     crossed a link.
     """
     share = work.payload_bytes // work.destinations
-    record: dict[str, Any] = {"rate": rate, "delay": delay, "load": os.getloadavg()[0]}
+    record: dict[str, Any] = {
+        "pairs": work.sources,
+        "rate": rate,
+        "delay": delay,
+        "load": os.getloadavg()[0],
+    }
     for name, turns in found.items():
         seconds = [turn.seconds for turn in turns]
-        crossed = share if name.startswith("raw") else work.payload_bytes
         record[name] = {
             "MBps": share / statistics.median(seconds) / 1e6,
             "slowest": share / max(seconds) / 1e6,
             "fastest": share / min(seconds) / 1e6,
-            "cpu_s_per_GB": statistics.mean(turn.cpu for turn in turns) / (crossed / 1e9),
+            "cpu_s_per_GB": statistics.mean(turn.cpu for turn in turns)
+            / (work.payload_bytes / 1e9),
         }
     return record
 
@@ -256,7 +276,8 @@ def main() -> None:
     parser.add_argument(
         "--systems", nargs="*", default=[*SYSTEMS], choices=SYSTEMS, help="besides raw streams"
     )
-    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--pairs", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rows", type=int, default=128, help="into each target")
     parser.add_argument("--tokens", type=int, default=65_536, help="per row, of 16 bytes each")
     parser.add_argument("--n", type=int, default=5, help="timed rounds, after one that warms up")
     parser.add_argument(
@@ -267,15 +288,20 @@ def main() -> None:
     given = parser.parse_args()
     if (reason := why_no_lab()) is not None:
         parser.error(reason)
-    work = Work(given.rows, given.tokens, 2, 2, apart=True)
     rates = [None if rate == "none" else float(rate) for rate in given.rates]
     records = []
-    for record in measure_links(rates, given.delays, work, given.systems, given.n):
-        print(json.dumps(record), flush=True)
-        records.append(record)
+    for pairs in given.pairs:
+        work = Work(given.rows * pairs, given.tokens, pairs, pairs, apart=True)
+        for record in measure_links(rates, given.delays, work, given.systems, given.n):
+            print(json.dumps(record), flush=True)
+            records.append(record)
     if given.out is not None:
-        command = f"python benchmarks/links.py --n {given.n} --out docs/benchmarks/links.md"
-        write_page(given.out, records, work.payload_bytes, given.n, command)
+        words = ["python benchmarks/links.py --n", str(given.n)]
+        if given.systems != [*SYSTEMS]:
+            words += ["--systems", *given.systems]
+        command = " ".join([*words, "--out docs/benchmarks/links.md"])
+        share = given.rows * given.tokens * BYTES_PER_TOKEN
+        write_page(given.out, records, share, given.n, command)
 
 
 if __name__ == "__main__":

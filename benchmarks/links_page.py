@@ -16,10 +16,11 @@ SYSTEMS = {"ours": "ours", "dask": "Dask's graph", "ray": "Ray's refs"}
 _KEPT = "## What limits where"
 _INTRODUCTION = """# Rows over links
 
-{megabytes:.0f} MB of rows go from hosts 0 and 1 to hosts 2 and 3 of the lab (`siirl_dask.testing.hosts`), beside
-plain TCP streams from host 0 to host 2 with as many bytes as each target gets. All take turns in the same minute; the
-median of {n} rounds (lowest to highest), in MB/s into each target. Every byte of every round was compared. *Of one
-stream* is ours over one raw stream.
+{megabytes:.0f} MB of rows go into each target: with one pair from one host of the lab (`siirl_dask.testing.hosts`)
+to another, with two from hosts 0 and 1 to hosts 2 and 3, each source to both. Plain TCP streams carry as many bytes
+from host to host of each pair, at the same time. All take turns in the same minute; the median of {n} rounds (lowest to
+highest), in MB/s into each target. Every byte of every round was compared. *Of one stream* is ours over one raw stream
+of each pair.
 """
 _CPU = """## CPU
 
@@ -27,13 +28,13 @@ Seconds of CPU for each GB, user and system, of all processes of a system, witho
 """
 
 
-def write_page(out: Path, records: Sequence[Record], payload: int, n: int, command: str) -> None:
+def write_page(out: Path, records: Sequence[Record], share: int, n: int, command: str) -> None:
     """Write the tables, and keep what the page has from its part on limits on."""
     old = out.read_text() if out.exists() else ""
     kept = old[old.index(_KEPT) :] if _KEPT in old else f"{_KEPT}\n"
     text = "\n".join(
         [
-            _INTRODUCTION.format(megabytes=payload / 1e6, n=n),
+            _INTRODUCTION.format(megabytes=share / 1e6, n=n),
             *rates_table(records),
             "",
             _CPU,
@@ -75,8 +76,9 @@ def cpu_table(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _link(record: Record) -> str:
+    pairs = "1 pair" if record["pairs"] == 1 else f"{record['pairs']} pairs"
     rate = f"{record['rate'] / 1e9:g} Gbit/s" if record["rate"] else "unlimited"
-    return f"{rate}, {record['delay'] * 1000:g} ms"
+    return f"{pairs}, {rate}, {record['delay'] * 1000:g} ms"
 
 
 def _spread(cell: Mapping[str, float]) -> str:

@@ -25,9 +25,10 @@ from siirl_dask import run
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.models.broken_imports import hide
-from siirl_dask.observe.trace.transfers import SENT, SHARED, transfers
+from siirl_dask.observe.trace.transfers import transfers
 from siirl_dask.runs.trace import read_trace
 from siirl_dask.tasks.sorting import Task, write_sorting_task
+from siirl_dask.trace import SENT, SHARED
 from siirl_dask.worker.process.fork_server import START_METHOD, prepare_processes
 
 LAYOUTS = {

@@ -78,12 +78,17 @@ def model_at(path: str) -> tuple[Any, Any]:
 
 
 def scored(table: pa.Table, path: str) -> pa.Table:
-    """The table with a column ``difficulty``: the mean of -log p of the answer's tokens."""
-    import torch
-
+    """The table with a column ``difficulty``."""
     if not table.num_rows:  # all were duplicates
         return table.append_column("difficulty", pa.array([], pa.float32()))
     model, tokenizer = model_at(path)
+    return table.append_column("difficulty", pa.array(difficulties(table, model, tokenizer)))
+
+
+def difficulties(table: pa.Table, model: Any, tokenizer: Any) -> np.ndarray:
+    """For each row the mean of -log p of its answer's tokens."""
+    import torch
+
     prompts = tokenizer(table["prompt"].to_pylist())["input_ids"]
     answers = tokenizer(table["answer"].to_pylist(), add_special_tokens=False)["input_ids"]
     difficulty = np.zeros(len(prompts), dtype=np.float32)
@@ -106,7 +111,7 @@ def scored(table: pa.Table, path: str) -> pa.Table:
         counted = is_answer[:, 1:]
         mean = -(taken * counted).sum(-1) / counted.sum(-1).clamp(min=1)
         difficulty[rows] = mean.numpy()
-    return table.append_column("difficulty", pa.array(difficulty))
+    return difficulty
 
 
 def bounds(parts: list[pa.Table], choice: Choice) -> tuple[float, float]:

@@ -93,7 +93,8 @@ class Coercer:
         required = (
             f.name for f in known.values() if f.default is MISSING and f.default_factory is MISSING
         )
-        if missing := [name for name in required if name not in value]:
+        missing = [name for name in required if name not in value]
+        if missing:
             raise self.error(f"{where} lacks {missing}, which {kind.__name__} needs")
         hints = field_types(kind)
         return kind(

@@ -1,5 +1,5 @@
-"""Process groups of torch.distributed, with gathers and sums over them, and the addresses at which
-they listen.
+"""Process groups of torch.distributed, with gathers and sums over them, the stores by which they
+meet, and the addresses at which they listen.
 
 Collectives use types that gloo, NCCL and HCCL all have: HCCL reduces no float64 and no uint8. Small
 numbers and bytes travel over a gloo group, whose waits end when a run is stopped; a device would
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ import psutil  # type: ignore[import-untyped]  # Dask needs it
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]  # no stubs
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.nn.functional import pad
 
@@ -76,6 +77,27 @@ def listening_at(host: str) -> Iterator[None]:
             os.environ[_GLOO] = before
 
 
+def host_store(host: str, timeout: float) -> tuple[TCPStore, int]:
+    """Return a store on a free port of ``host``, and the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        master_listen_fd=listener.detach(),
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+    )
+    return store, port
+
+
+def join_store(host: str, port: int, timeout: float) -> TCPStore:
+    """Return a client of the store that another worker hosts."""
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+
+
 def interface_of(host: str) -> str:
     """Return the name of the network interface that has the address ``host``. ConfigError when
     none has.
@@ -101,7 +123,9 @@ def backends() -> list[str]:
 def _has_backend(name: str) -> bool:
     # of torch's own; it lists them all
     built: Callable[[], bool] | None = getattr(dist, f"is_{name}_available", None)
-    return name in dist.Backend.backend_list if built is None else built()
+    if built is None:
+        return name in dist.Backend.backend_list
+    return built()
 
 
 def new_group(ranks: Sequence[int], backend: str, timeout: float) -> Any:
@@ -148,7 +172,9 @@ class _RankAtPlace(int):
         return made
 
     def __lt__(self, other: int) -> bool:
-        return self.place < other.place if isinstance(other, _RankAtPlace) else int(self) < other
+        if isinstance(other, _RankAtPlace):
+            return self.place < other.place
+        return int(self) < other
 
 
 def add_world(world: Any) -> None:

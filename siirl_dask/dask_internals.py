@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dask import system
 from dask.utils import parse_timedelta as parse_timedelta
 from distributed import Client, Nanny, SpecCluster, Status
+from distributed.client import FutureCancelledError as FutureCancelledError
 from distributed.comm.core import BaseListener as BaseListener
 from distributed.comm.core import FatalCommClosedError as FatalCommClosedError
 from distributed.comm.utils import ensure_concrete_host as ensure_concrete_host
@@ -259,7 +260,10 @@ def dashboards_of(scheduler: Scheduler, kind: type[T]) -> list[T]:
 
 
 def add_dashboard_page(
-    scheduler: Scheduler, path: str, prefix: str, document: Callable[..., None]
+    scheduler: Scheduler,
+    path: str,
+    prefix: str,
+    document: Callable[..., None],
 ) -> Any:
     """Return an application of Bokeh's that shows ``document`` at ``/path`` of a scheduler's
     dashboard, linked from its other pages, and not started yet. ImportError without Bokeh.

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from traceback import walk_tb
+
+_COLLECTIVES = ("torch.distributed.distributed_c10d", "siirl_dask.collectives")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +156,30 @@ class Interrupted(RunError):
     """The user stopped the run (Ctrl-C or SIGTERM)."""
 
 
+def clause(error: object) -> str:
+    """Return the words of an error for the middle of a sentence, without a full stop behind them;
+    an ellipsis stays.
+    """
+    text = str(error).rstrip()
+    return text if text.endswith("..") else text.removesuffix(".")
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Return whether a collective of torch.distributed raised an error, which has no type of its
+    own: a rank is gone, or stands still.
+    """
+    if not isinstance(error, RuntimeError):
+        return False
+    modules = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
+    innermost = modules[-1] if modules else None
+    return innermost in _COLLECTIVES
+
+
 def counted(number: int, what: str) -> str:
     """Return a number of things for a message: ``1 turn``, ``2 turns``, ``1,024 turns``."""
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+    if number == 1:
+        return f"{number:,} {what}"
+    return f"{number:,} {what}s"
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
@@ -163,4 +187,6 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     none is near.
     """
     near = get_close_matches(name, list(valid), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return ""

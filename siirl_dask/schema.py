@@ -229,7 +229,9 @@ def is_blob(kind: DataType) -> bool:
     values.
     """
     parts = [kind.field(index).type for index in range(kind.num_fields)]
-    return any(map(is_blob, parts)) if parts else "binary" in str(kind)
+    if parts:
+        return any(map(is_blob, parts))
+    return "binary" in str(kind)
 
 
 def is_index_column(name: str) -> bool:
@@ -288,7 +290,9 @@ def with_large_offsets(kind: DataType) -> DataType:
         return pa.struct([_with_large_offsets(field) for field in kind])
     if types.is_string(kind):
         return pa.large_string()
-    return pa.large_binary() if types.is_binary(kind) else kind
+    if types.is_binary(kind):
+        return pa.large_binary()
+    return kind
 
 
 def _with_large_offsets(field: pa.Field) -> pa.Field:

@@ -11,12 +11,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import NamedTuple
 
+SHARED = "shared memory"
+SENT = "messages"
+"""Ways from worker to worker."""
+FROM = "from "
+"""How the names of entries begin that count bytes from a worker."""
+# sources of an iteration that are recorded one by one, those with the most bytes
+_MOST_SOURCES = 128
 START = "start"
 """Phase of what a worker does before its first iteration."""
 # entries between two drains: a chain has some dozens of links, a weight stream some hundred tables
@@ -73,7 +80,12 @@ class Span:
     __slots__ = ("_beside", "_lane", "_name", "_recorder", "_sequence", "_start", "_what", "amount")
 
     def __init__(
-        self, recorder: Recorder, lane: Lane, what: str, name: str, sequence: int | None
+        self,
+        recorder: Recorder,
+        lane: Lane,
+        what: str,
+        name: str,
+        sequence: int | None,
     ) -> None:
         self._recorder = recorder
         self._lane = lane
@@ -251,6 +263,23 @@ class Recorder:
         if len(self._entries) == self._most:
             self._dropped += 1  # the oldest: what a step does last is what nobody has seen yet
         self._entries.append(entry)
+
+
+def record_transfers(
+    trace: Recorder,
+    received: Counter[str],
+    shared: Mapping[str, int],
+    at: int,
+) -> None:
+    """Record the bytes that came from each worker in an iteration, of which ``shared`` came through
+    shared memory. ``at`` is the time in nanoseconds.
+    """
+    for worker, total in received.most_common(_MOST_SOURCES):
+        through_memory = shared.get(worker, 0)
+        for way, nbytes in ((SHARED, through_memory), (SENT, total - through_memory)):
+            if nbytes > 0:
+                name = f"{FROM}{worker} by {way}"
+                trace.add(Lane.TRANSFER, "count", name, at, at, amount=nbytes)
 
 
 class _Count:

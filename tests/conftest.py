@@ -25,8 +25,10 @@ from tests.settings import digits_overrides
 hide()  # before any test module imports transformers
 # until all is imported: a tenth to a quarter of the seconds that takes, mostly of vLLM's
 gc.disable()
-# nanobind, which triton and duckdb are built with, reports what stays frozen as leaked
+# nanobind, which triton and duckdb are built with, reports what stays frozen as leaked; and Python
+# looks for garbage once less where it does not collect at its end
 atexit.register(gc.unfreeze)
+atexit.register(gc.disable)
 settings.register_profile(
     "shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -46,10 +48,12 @@ def pytest_collection_modifyitems(config, items):
     """
     if any(argument.partition("::")[0].endswith(".py") for argument in config.args):
         return
-    folders = {item: item.path.relative_to(ROOT).parts[0] for item in items}
-    items.sort(
-        key=lambda item: SLOWEST.index(folders[item]) if folders[item] in SLOWEST else len(SLOWEST)
-    )
+    folders = {path: path.relative_to(ROOT).parts[0] for path in {item.path for item in items}}
+    places = {
+        path: SLOWEST.index(folder) if folder in SLOWEST else len(SLOWEST)
+        for path, folder in folders.items()
+    }
+    items.sort(key=lambda item: places[item.path])
 
 
 def pytest_addoption(parser):
@@ -90,6 +94,8 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_collection_finish():
+    # nothing of what has been imported and collected is garbage, and the next collection would look
+    gc.freeze()
     gc.enable()
 
 

@@ -8,6 +8,7 @@ into a list: a new one is in ``make check`` as long as it needs neither.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing.util
 import sys
 import threading
@@ -26,6 +27,8 @@ ENGINES = ("megatron", "mindspeed", "playwright", "sglang", "transformers", "vll
 """Packages that take seconds to import, in each of pytest's processes."""
 STARTS = ("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen")
 """Audit events of a process that is about to start."""
+FINDERS = ("ldconfig",)
+"""Programs that libraries start to find others while they are imported: torch with CUDA does."""
 WHOLE_RUNS = ("e2e", "hosts")
 """Folders of tests that all run on a cluster: not even imported without processes."""
 LEFT = "left to make test: "
@@ -47,6 +50,9 @@ class NoProcesses:
         self._spawn = multiprocessing.util.spawnv_passfds
         # the one start that Python does not report
         multiprocessing.util.spawnv_passfds = self._refuse_spawn
+        self._import_module = importlib.import_module
+        # nor does it report this import before it looks for broken packages, for a second
+        importlib.import_module = self._refuse_import
         sys.addaudithook(self._audit)
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
@@ -77,12 +83,14 @@ class NoProcesses:
     ) -> Iterator[Any]:
         """Report a test as skipped that went on after a refusal: one in a thread, or one that its
         code caught. A fixture that was refused raises the same error again for each further test.
+        What is cleared away without an error afterwards is no second skip.
         """
         report = yield
         refused = self._refused
         if refused is None and call.excinfo is not None:
             refused = refusal_in(call.excinfo.value)
-        if refused is not None and report.outcome != "skipped":
+        cleared = call.when == "teardown" and report.passed
+        if refused is not None and not cleared and report.outcome != "skipped":
             report.outcome = "skipped"
             report.longrepr = (str(item.path), item.location[1], refused)
         return report
@@ -101,7 +109,7 @@ class NoProcesses:
             return
         if event == "import" and arguments[0].partition(".")[0] in ENGINES:
             self._refuse(f"imports {arguments[0].partition('.')[0]}")
-        elif event in STARTS:
+        elif event in STARTS and not is_finder(arguments):
             self._refuse("starts a process")
 
     def _refuse_spawn(self, *arguments: Any) -> int:
@@ -109,12 +117,22 @@ class NoProcesses:
             self._refuse("starts a process")
         return self._spawn(*arguments)
 
+    def _refuse_import(self, name: str, package: str | None = None) -> Any:
+        if self._watching and name.partition(".")[0] in ENGINES:
+            self._refuse(f"imports {name.partition('.')[0]}")
+        return self._import_module(name, package)
+
     def _refuse(self, why: str) -> None:
         self._refused = f"{LEFT}{why}"
         if threading.current_thread() is threading.main_thread():
             pytest.skip(self._refused, allow_module_level=True)
         # a thread hands an Exception to who waits for it, and no Skipped
         raise RefusedInThreadError(self._refused)
+
+
+def is_finder(arguments: tuple[Any, ...]) -> bool:
+    """Return whether an audit event is about a program that only finds libraries."""
+    return bool(arguments) and Path(str(arguments[0])).name in FINDERS
 
 
 class Until:

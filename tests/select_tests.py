@@ -32,8 +32,8 @@ ROOTS = {
 """Top packages, and the folder that each lies in."""
 EVERYTHING = ("pyproject.toml", "Makefile", "tests/conftest.py", ".ci/run")
 NOWHERE = (".gitignore", "LICENSE")
-WALKS = ("rglob", "walk_packages", "iter_modules")
-"""Calls of a test that looks at whatever lies in a folder."""
+WALKS = ("rglob", "walk_packages", "iter_modules", "files_below")
+"""Calls of a test that looks at whatever lies in a folder; the last is of tests/parsed.py."""
 ROOTS_OF_CODE = ("siirl_dask", "storage", "tests")
 LOADED = " loaded"
 LONGEST = ("hosts", "training", "benchmarks", "e2e", "rollout")

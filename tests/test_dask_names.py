@@ -21,9 +21,10 @@ from distributed.comm import Comm
 from tornado.web import Application
 
 from siirl_dask import dask_internals
+from tests import parsed
 from tests.clusters import local_cluster
+from tests.parsed import PACKAGES, ROOT, Nodes
 
-ROOT = Path(__file__).resolve().parents[1]
 DOOR = ROOT / "siirl_dask" / "dask_internals.py"
 DOCUMENTED = {
     "dask": {"config"},
@@ -98,23 +99,20 @@ LOOKS = {"getattr", "hasattr", "setattr", "delattr"}
 
 
 def sources() -> list[Path]:
-    folders = (ROOT / "siirl_dask", ROOT / "storage" / "siirl_storage")
-    files = [path for folder in folders for path in folder.rglob("*.py")]
-    return sorted(path for path in files if path != DOOR and "examples" not in path.parts)
+    files = parsed.files_below(*PACKAGES)
+    return [path for path in files if path != DOOR and "examples" not in path.parts]
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+def imports(nodes: Nodes) -> Iterator[tuple[int, str, str]]:
     """Line, module and name of each import of Dask's; no name for a module as a whole."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import(names):
-                for alias in names:
-                    if alias.name.partition(".")[0] in ("dask", "distributed"):
-                        yield node.lineno, alias.name, ""
-            case ast.ImportFrom(module=str(module), names=names, level=0):
-                if module.partition(".")[0] in ("dask", "distributed"):
-                    for alias in names:
-                        yield node.lineno, module, alias.name
+    for node in nodes[ast.Import]:
+        for alias in node.names:
+            if alias.name.partition(".")[0] in ("dask", "distributed"):
+                yield node.lineno, alias.name, ""
+    for node in nodes[ast.ImportFrom]:
+        if node.level == 0 and str(node.module).partition(".")[0] in ("dask", "distributed"):
+            for alias in node.names:
+                yield node.lineno, node.module, alias.name
 
 
 def own_privates() -> set[str]:
@@ -123,16 +121,11 @@ def own_privates() -> set[str]:
     """
     found: set[str] = set()
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
-                    found.add(name)
-                case (
-                    ast.FunctionDef(name=name)
-                    | ast.AsyncFunctionDef(name=name)
-                    | ast.ClassDef(name=name)
-                ):
-                    found.add(name)
+        nodes = parsed.nodes_of(path)
+        found |= {node.attr for node in nodes[ast.Attribute] if isinstance(node.ctx, ast.Store)}
+        found |= {node.id for node in nodes[ast.Name] if isinstance(node.ctx, ast.Store)}
+        for kind in (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef):
+            found |= {node.name for node in nodes[kind]}
     return {name for name in found if name.startswith("_")}
 
 
@@ -144,27 +137,26 @@ def last_word(node: ast.expr) -> str:
     return ""
 
 
-def attributes(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+def attributes(nodes: Nodes) -> Iterator[tuple[int, str, str]]:
     """Line, what the object is called, and the attribute, of each that is read or set."""
-    for node in ast.walk(tree):
+    for node in nodes[ast.Attribute]:
+        yield node.lineno, last_word(node.value), node.attr
+    for node in nodes[ast.Call]:
         match node:
-            case ast.Attribute(value=value, attr=name):
-                yield node.lineno, last_word(value), name
             case ast.Call(func=ast.Name(id=look), args=[value, ast.Constant(value=str(name)), *_]):
                 if look in LOOKS:
                     yield node.lineno, last_word(value), name
 
 
-def faults_of(text: str, own: set[str]) -> list[str]:
+def faults_of(nodes: Nodes, own: set[str]) -> list[str]:
     """Names in a file that Dask promises to nobody."""
-    tree = ast.parse(text)
     faults = []
-    imported = list(imports(tree))
+    imported = list(imports(nodes))
     for line, module, name in imported:
         allowed = name in DOCUMENTED.get(module, set()) if name else module == "dask"
         if not allowed:
             faults.append(f"{line}: import of {module} {name}")
-    for line, owner, name in attributes(tree):
+    for line, owner, name in attributes(nodes):
         if name in NOWHERE or name in NOT_OF.get(owner, set()):
             faults.append(f"{line}: {owner}.{name}")
         if imported and name.startswith("_") and not name.startswith("__") and name not in own:
@@ -176,7 +168,8 @@ def test_no_other_module_uses_a_name_without_a_promise():
     own = own_privates()
     assert len(sources()) > 400
     faults = {
-        path.relative_to(ROOT).as_posix(): faults_of(path.read_text(), own) for path in sources()
+        path.relative_to(ROOT).as_posix(): faults_of(parsed.nodes_of(path), own)
+        for path in sources()
     }
     assert {path: found for path, found in faults.items() if found} == {}, (
         "what Dask does not document belongs in siirl_dask/dask_internals.py"
@@ -200,7 +193,7 @@ def test_no_other_module_uses_a_name_without_a_promise():
     ],
 )
 def test_a_name_without_a_promise_is_found(text):
-    assert faults_of(text, set())
+    assert faults_of(parsed.by_kind(ast.parse(text)), set())
 
 
 def test_documented_names_pass():
@@ -208,7 +201,7 @@ def test_documented_names_pass():
         "import dask\nfrom distributed import Client, LocalCluster\n"
         "client.scheduler_info()\nself._scheduler.workers\nrun.plugins\nself._own"
     )
-    assert faults_of(text, {"_own", "_scheduler"}) == []
+    assert faults_of(parsed.by_kind(ast.parse(text)), {"_own", "_scheduler"}) == []
 
 
 class Echo(SchedulerPlugin):

@@ -2,6 +2,7 @@
 can be typed.
 """
 
+import ast
 import re
 import shlex
 from dataclasses import MISSING, fields
@@ -16,6 +17,8 @@ from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.config.file.layers import config_keys
 
 ROOT = Path(__file__).parents[1]
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+SCOPES = (ast.Module, ast.ClassDef)
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
@@ -160,6 +163,37 @@ def test_the_architecture_page_shows_every_room_and_every_loose_module():
     }
     assert loose <= shown
     assert len(loose) <= 9, "a module that lies loose belongs into a room"
+
+
+def reading_path():
+    """(files, lines, names that are left out) of each stop of the architecture page."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for row in re.findall(r"^\| \d\. .*$", text, re.MULTILINE):
+        _, read, lines, _, left_out = row.strip("| ").split(" | ")
+        files = re.findall(r"`([\w/]+\.py)`", read)
+        yield files, int(lines.replace(",", "")), re.findall(r"`([\w.]+)`", left_out)
+
+
+def test_the_reading_path_names_what_is_there_and_tells_its_length():
+    stops = list(reading_path())
+    assert len(stops) == 9
+    for files, told, left_out in stops:
+        lines = 0
+        missing = set(left_out)
+        for file in files:
+            source = (ROOT / "siirl_dask" / file).read_text()
+            lines += len(source.splitlines())
+            tree = ast.parse(source)
+            for parent in ast.walk(tree):
+                for node in getattr(parent, "body", []) if isinstance(parent, SCOPES) else []:
+                    if not isinstance(node, DEFINITIONS):
+                        continue
+                    whole = f"{parent.name}.{node.name}" if parent is not tree else node.name
+                    if {node.name, whole} & set(left_out):
+                        lines -= node.end_lineno - node.lineno + 1
+                        missing -= {node.name, whole}
+        assert not missing, f"{files} have no {sorted(missing)}"
+        assert abs(lines - told) <= 0.1 * lines, f"{files} have {lines} lines to read, not {told}"
 
 
 def test_every_module_that_the_architecture_page_names_is_there():

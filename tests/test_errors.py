@@ -2,7 +2,7 @@
 
 import pytest
 
-from siirl_dask.errors import counted
+from siirl_dask.errors import clause, counted
 
 
 @pytest.mark.parametrize(
@@ -10,3 +10,12 @@ from siirl_dask.errors import counted
 )
 def test_one_thing_is_not_several(number, said):
     assert counted(number, "token") == said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [("It is cut off.", "It is cut off"), ("cut off", "cut off"), ("and so on...", "and so on...")],
+)
+def test_a_sentence_goes_on_behind_an_error_with_one_stop(error, said):
+    assert clause(ValueError(error)) == said
+    assert clause(f"{error}\n") == said

@@ -54,7 +54,7 @@ from siirl_dask.models.broken_imports import hide
 
 hide()
 OPTIONAL = ("gymnasium", "mcp", "megatron", "mindspeed", "peft", "reasoning_gym", "sglang", "sklearn")
-OPTIONAL += ("textarena", "torch_npu", "verifiers", "vllm")
+OPTIONAL += ("textarena", "torch_npu", "ucxx", "verifiers", "vllm")
 imported = 0
 for room in sys.argv.pop(1).split(","):
     package = importlib.import_module(f"siirl_dask.{room}")
@@ -81,6 +81,16 @@ STARTS = (
     "runs.reader",
 )
 """Modules that programs, commands and workers begin with."""
+WITHOUT_TRANSFORMERS = """
+import sys
+
+import siirl_dask
+
+for name in siirl_dask.__all__:
+    getattr(siirl_dask, name)
+    assert "transformers" not in sys.modules, name
+print(len(siirl_dask.__all__))
+"""
 WITHOUT_PANDAS = """
 import importlib
 import sys
@@ -129,3 +139,9 @@ def test_no_module_of_a_worker_imports_duckdb():
 def test_no_start_imports_pandas_or_scikit_learn_which_take_half_a_second_and_a_whole_one():
     done = python(WITHOUT_PANDAS, *STARTS)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_no_public_name_imports_transformers_before_run_can_hide_packages_that_are_broken():
+    done = python(WITHOUT_TRANSFORMERS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) > 15

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = """
-import multiprocessing, os, subprocess, sys, threading
+import ctypes.util, multiprocessing, os, subprocess, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -52,6 +52,9 @@ def test_starts_and_hides_it():
         start()
     except BaseException:
         pass
+
+def test_finds_a_library():
+    assert ctypes.util.find_library("c")
 
 def test_imports():
     import_module("transformers")
@@ -122,12 +125,14 @@ def test_without_processes_what_starts_one_or_imports_an_engine_is_skipped_and_t
     for case in ElementTree.parse(tmp_path / "report.xml").iter("testcase"):
         found = case.find("skipped") if case.find("skipped") is not None else case.find("failure")
         outcomes[case.get("name")] = found if found is None else found.tag
-    assert len(outcomes) == 14, done.stdout
+    assert len(outcomes) == 15, done.stdout
     assert {name for name, outcome in outcomes.items() if outcome is None} == {
         "test_computes",
+        "test_finds_a_library",
         "test_the_end",
     }
     assert [name for name, outcome in outcomes.items() if outcome == "failure"] == ["test_fails"]
+    assert "1 failed, 3 passed, 11 skipped" in done.stdout, "each test counts once"
     assert not (tmp_path / "started").exists()
 
 

@@ -11,13 +11,16 @@ import ast
 import importlib
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1] / "siirl_dask"
+from tests import parsed
+from tests.parsed import ROOT, Nodes
+
 LIBRARIES = ("torch", "transformers")
 ASKED_FOR = {
     "torch.accelerator.empty_host_cache": 'if hasattr(torch.accelerator, "empty_host_cache"):',
@@ -29,29 +32,27 @@ ASKED_FOR = {
 uses them."""
 
 
-def sources() -> list[Path]:
-    return sorted(
-        path for path in ROOT.rglob("*.py") if any(name in path.read_text() for name in LIBRARIES)
-    )
+def sources(library: str) -> list[Path]:
+    files = parsed.files_below("siirl_dask")
+    return [path for path in files if library in parsed.text_of(path)]
 
 
 def of_libraries(name: str) -> bool:
     return name.partition(".")[0] in LIBRARIES
 
 
-def names_in(tree: ast.AST) -> dict[str, str]:
+def names_in(nodes: Nodes) -> dict[str, str]:
     """The full name of a library behind each local name that a file's imports make."""
     found = {}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import(aliases):
-                for alias in aliases:
-                    if of_libraries(alias.name):
-                        local = alias.asname or alias.name.partition(".")[0]
-                        found[local] = alias.name if alias.asname else local
-            case ast.ImportFrom(module=str(module), names=aliases, level=0) if of_libraries(module):
-                for alias in aliases:
-                    found[alias.asname or alias.name] = f"{module}.{alias.name}"
+    for node in nodes[ast.Import]:
+        for alias in node.names:
+            if of_libraries(alias.name):
+                local = alias.asname or alias.name.partition(".")[0]
+                found[local] = alias.name if alias.asname else local
+    for node in nodes[ast.ImportFrom]:
+        if node.level == 0 and of_libraries(str(node.module)):
+            for alias in node.names:
+                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
     return found
 
 
@@ -75,6 +76,7 @@ def full_name(node: ast.expr, names: dict[str, str]) -> str | None:
     return f"{names[first]}.{rest}" if rest else names[first]
 
 
+@cache
 def find(name: str) -> Any:
     """The object with a full name. AttributeError or ImportError where there is none; None past an
     object whose attributes are not known before it is used.
@@ -91,6 +93,7 @@ def find(name: str) -> Any:
     return found
 
 
+@cache
 def lacking(name: str) -> str | None:
     """Return what is wrong with a name; None where it is there, or would be if a package of
     others were installed.
@@ -105,12 +108,19 @@ def lacking(name: str) -> str | None:
     return None
 
 
+@cache
+def parameters_of(name: str) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters of a function; None where it is not there, is one of C's, or is none."""
+    try:
+        return inspect.signature(find(name)).parameters
+    except (AttributeError, ImportError, TypeError, ValueError):
+        return None
+
+
 def refused_arguments(name: str, call: ast.Call) -> Iterator[str]:
     """Arguments by name that the function would not take."""
-    try:
-        parameters = inspect.signature(find(name)).parameters
-    except (AttributeError, ImportError, TypeError, ValueError):
-        # it is not there; it is one of C's; it is no function
+    parameters = parameters_of(name)
+    if parameters is None:
         return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
@@ -119,27 +129,38 @@ def refused_arguments(name: str, call: ast.Call) -> Iterator[str]:
             yield f"{name}({keyword.arg}=)"
 
 
-def faults_of(text: str) -> list[str]:
-    """Names and arguments that a file uses and that are not there."""
-    tree = ast.parse(text)
-    names = names_in(tree)
+def faults_of(nodes: Nodes, text: str, library: str) -> list[str]:
+    """Names of a library, and arguments, that a file uses and that are not there."""
+    names = names_in(nodes)
     used = {*names.values()}
-    calls = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (name := full_name(node, names)) is not None:
+    for node in nodes[ast.Attribute]:
+        if (name := full_name(node, names)) is not None:
             used.add(name)
-        if isinstance(node, ast.Call) and (name := full_name(node.func, names)) is not None:
-            calls.append((name, node))
     checked = {name for name, check in ASKED_FOR.items() if check in text}
-    found = [fault for name in sorted(used - checked) if (fault := lacking(name)) is not None]
-    for name, call in calls:
-        found += [each for each in refused_arguments(name, call) if each not in checked]
+    asked = sorted(name for name in used - checked if is_of(name, library))
+    found = [fault for name in asked if (fault := lacking(name)) is not None]
+    for call in nodes[ast.Call]:
+        name = full_name(call.func, names)
+        if name is not None and is_of(name, library):
+            found += [each for each in refused_arguments(name, call) if each not in checked]
     return found
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_a_file_uses_no_name_that_this_torch_or_transformers_lacks(path):
-    assert faults_of(path.read_text()) == []
+def is_of(name: str, library: str) -> bool:
+    return name.partition(".")[0] == library
+
+
+@pytest.mark.parametrize(("library", "least"), [("torch", 150), ("transformers", 20)])
+def test_no_file_uses_a_name_that_this_torch_or_transformers_lacks(library, least):
+    files = sources(library)
+    assert len(files) > least
+    faults = {
+        path.relative_to(ROOT).as_posix(): faults_of(
+            parsed.nodes_of(path), parsed.text_of(path), library
+        )
+        for path in files
+    }
+    assert {path: found for path, found in faults.items() if found} == {}
 
 
 @pytest.mark.parametrize(
@@ -158,5 +179,6 @@ def test_a_file_uses_no_name_that_this_torch_or_transformers_lacks(path):
     ],
 )
 def test_a_name_that_is_not_there_is_found(text, fault):
-    (found,) = faults_of(text)
+    library = "transformers" if "transformers" in text else "torch"
+    (found,) = faults_of(parsed.by_kind(ast.parse(text)), text, library)
     assert fault in found

@@ -14,7 +14,7 @@ from siirl_dask.observe.trace.trace_table import trace_table
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt_folder import FOLDER
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, write_identity
-from siirl_dask.runs.holder import Holder
+from siirl_dask.runs.owner import Owner
 from siirl_dask.trace import Entry, Lane
 
 SECOND = 10**9
@@ -108,13 +108,13 @@ def end_run(url, **values):
 def start_run(url, number=1, *, beat=b"ended\n", lease=30.0):
     """Write a start of another machine, and its sign of life."""
     fs, folder = open_fs(join(str(url), FOLDER))
-    holder = replace(
-        Holder.here(lease),
+    owner = replace(
+        Owner.here(lease),
         host="elsewhere",
         machine="another system",
         started="2026-11-23 07:20:05 UTC",
     )
-    write_atomic(fs, f"{folder}/{number:04d}.json", holder.to_json())
+    write_atomic(fs, f"{folder}/{number:04d}.json", owner.to_json())
     write_atomic(fs, f"{folder}/{number:04d}.beat", beat)
 
 

@@ -22,8 +22,7 @@ from siirl_dask.worker.dag_worker import DAGWorker
 from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.monitoring.tracing import Tracing
 from siirl_dask.worker.release import Release
-from siirl_dask.worker.stop import StopFlag
-from siirl_dask.worker.task_order import TaskOrder
+from siirl_dask.worker.stop import StopFlag, TaskOrder
 
 METRICS = 40  # what a worker of the quickstart logs in a step
 _AT_ONCE = 32

@@ -63,7 +63,11 @@ def sequence_mean_token_sum_norm(offsets: Tensor, totals: Totals, *, length: int
 
 
 def segment_weights(
-    aggregate: Aggregation, offsets: Tensor, totals: Totals, starts: Tensor, lengths: Tensor
+    aggregate: Aggregation,
+    offsets: Tensor,
+    totals: Totals,
+    starts: Tensor,
+    lengths: Tensor,
 ) -> Tensor:
     """Return the weights of rows that are parts of longer sequences. [R + 1], [R], [R] -> [K].
 

@@ -27,22 +27,33 @@ Level = Literal["token", "sequence"]
 _HIGH_ENTROPY = "high_entropy"
 
 
-def truncated_is(inputs: LossInputs, *, cap: float = 2.0, level: Level = "token") -> Tensor:
+def truncated_is(
+    inputs: LossInputs,
+    *,
+    cap: float = 2.0,
+    low: float = 0.0,
+    level: Level = "token",
+) -> Tensor:
     """Truncate the ratio from above, ``min(w, cap)`` (TIS: Yao et al., Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training, https://fengyao.notion.site/off-policy-rl). [K].
+    Secretly Brings You Off-Policy RL Training, https://fengyao.notion.site/off-policy-rl), and
+    where ``low`` is above 0 from below too, as TRL may. [K].
 
     With ``level="sequence"`` w is the product of the row's ratios (Seq-TIS in Liu, Li et al., When
     Speed Kills Stability, https://richardli.xyz/rl-collapse): without bias up to the cap, and of a
-    variance that grows with the row's length. ValueError when ``cap`` is not above 0, and for any
-    other ``level``.
+    variance that grows with the row's length. ValueError unless ``cap`` is above 0 and ``low`` from
+    0 to ``cap``, and for any other ``level``.
     """
-    if not cap > 0:
-        raise ValueError(f"cap={cap}: expected more than 0")
-    return _ratio(inputs, level).clamp(max=cap)
+    if not (cap > 0 and 0 <= low <= cap):
+        raise ValueError(f"low={low}, cap={cap}: expected cap above 0, and low from 0 to cap")
+    return _ratio(inputs, level).clamp(min=low, max=cap)
 
 
 def masked_is(
-    inputs: LossInputs, *, low: float = 0.5, high: float = 2.0, level: Level = "token"
+    inputs: LossInputs,
+    *,
+    low: float = 0.5,
+    high: float = 2.0,
+    level: Level = "token",
 ) -> Tensor:
     """Keep the ratio w where it lies in [low, high] and put 0 elsewhere (IcePop, arXiv:2510.18855,
     section 2.3). [K].
@@ -66,7 +77,11 @@ def reject_tokens(inputs: LossInputs, *, low: float, high: float) -> Tensor:
 
 
 def reject_sequences(
-    inputs: LossInputs, *, low: float, high: float, over: Literal["mean", "sum"] = "mean"
+    inputs: LossInputs,
+    *,
+    low: float,
+    high: float,
+    over: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
     """Weigh the tokens of a row by 1 if the geometric mean of its ratios lies in [low, high], else
     by 0 (Liu, Li et al., When Speed Kills Stability, https://richardli.xyz/rl-collapse). [K].

@@ -20,7 +20,10 @@ _COVARIANT = "covariant"
 
 
 def covariances(
-    logprobs: Tensor, advantages: Tensor, mean_logprob: float, mean_advantage: float
+    logprobs: Tensor,
+    advantages: Tensor,
+    mean_logprob: float,
+    mean_advantage: float,
 ) -> Tensor:
     """Return each token's ``(logp - mean logp) (A - mean A)``, whose mean over all tokens is the
     covariance of both. [K], [K] -> [K].

@@ -79,7 +79,10 @@ class KLController:
     """
 
     def __init__(
-        self, coefficient: float, target: float | None = None, horizon: float = 10000.0
+        self,
+        coefficient: float,
+        target: float | None = None,
+        horizon: float = 10000.0,
     ) -> None:
         """``target`` is the KL to reach, in nats per token; None keeps the coefficient fixed.
         ``horizon`` is the number of samples over which an error is corrected. ConfigError for

@@ -6,7 +6,11 @@ from torch import Tensor
 
 
 def overlong_penalty(
-    lengths: Tensor, *, max_length: int, buffer: int, factor: float = 1.0
+    lengths: Tensor,
+    *,
+    max_length: int,
+    buffer: int,
+    factor: float = 1.0,
 ) -> Tensor:
     """Return DAPO's soft overlong penalty (arXiv:2503.14476): 0 up to ``max_length - buffer``
     tokens, then falling in a line to ``-factor`` at ``max_length`` and beyond. [R] int64 -> [R]

@@ -62,7 +62,10 @@ def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def clamp_by_advantage_sign(
-    log_ratio: Tensor, advantages: Tensor, low: float, high: float
+    log_ratio: Tensor,
+    advantages: Tensor,
+    low: float,
+    high: float,
 ) -> Tensor:
     """Clamp to at most ``high`` where A > 0 and to at least ``low`` elsewhere. [K], [K] -> [K].
 

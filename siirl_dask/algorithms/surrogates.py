@@ -42,7 +42,11 @@ _MAX_DRIFT = 2.0  # bound of r - 1: beyond a ratio of 3 the pull grows no furthe
 
 
 def cpgd(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, drift: float = 1e-3
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    drift: float = 1e-3,
 ) -> TokenLoss:
     """Return ``-A`` times a bounded logp, plus ``drift min(sg(r) - 1, 2) logp``, ``r = exp(logp -
     old)`` (CPGD, arXiv:2505.12504). [K].

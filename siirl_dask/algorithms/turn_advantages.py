@@ -45,7 +45,11 @@ def turn_returns(
     for of, number in zip(_who(outcomes), numbers, strict=True):
         keys.append((*of, number if same_turn else 0))
     advantages = compare_within(
-        returns, keys, divide_by_std=divide_by_std, epsilon=epsilon, lone=not same_turn
+        returns,
+        keys,
+        divide_by_std=divide_by_std,
+        epsilon=epsilon,
+        lone=not same_turn,
     )
     return TurnAdvantages(advantages=advantages, returns=returns)
 
@@ -74,7 +78,11 @@ def gigpo(
         # a turn without a state is compared with none
         keys.append((*of, state, -1 if state else turn))
     of_states = compare_within(
-        returns, keys, divide_by_std=divide_by_std, epsilon=epsilon, lone=False
+        returns,
+        keys,
+        divide_by_std=divide_by_std,
+        epsilon=epsilon,
+        lone=False,
     )
     of_episodes = _of_parts(outcomes, _sums(outcomes), divide_by_std, epsilon)
     return TurnAdvantages(advantages=of_episodes + weight * of_states, returns=returns)
@@ -107,7 +115,11 @@ def mt_grpo(
     for of, number, end in zip(_who(outcomes), numbers, ended, strict=True):
         keys.append((*of, -1 if end else number))
     own = compare_within(
-        outcomes.rewards, keys, divide_by_std=divide_by_std, epsilon=epsilon, lone=False
+        outcomes.rewards,
+        keys,
+        divide_by_std=divide_by_std,
+        epsilon=epsilon,
+        lone=False,
     )
     advantages = torch.where(last, outcome, own + weight * outcome)
     return TurnAdvantages(advantages=advantages, returns=_discounted(outcomes, 1.0))
@@ -184,7 +196,10 @@ def _sum(numbers: list[float]) -> float:
 
 
 def _of_parts(
-    outcomes: TurnOutcomes, numbers: dict[int, float], divide_by_std: bool, epsilon: float
+    outcomes: TurnOutcomes,
+    numbers: dict[int, float],
+    divide_by_std: bool,
+    epsilon: float,
 ) -> Tensor:
     """Compare a number of each part with those of its group and agent, and give the result to
     its turns. [S].

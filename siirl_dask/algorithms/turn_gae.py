@@ -80,7 +80,10 @@ def marft_tokens(
 
 
 def _over_turns(
-    outcomes: TurnOutcomes, sequences: list[list[int]], discount: float, gae_lambda: float
+    outcomes: TurnOutcomes,
+    sequences: list[list[int]],
+    discount: float,
+    gae_lambda: float,
 ) -> TurnAdvantages:
     values = _values(outcomes).double().tolist()
     offsets = outcomes.token_offsets.tolist()

@@ -106,7 +106,9 @@ def _remark(text: str) -> None:
 def _speaker_of(chosen: Namespace, short: Mapping[str, str]) -> Iterator[tuple[Speaker, str]]:
     """Yield the model, loaded, and where it is from, in words."""
     is_run = is_run_or_model(chosen.model, chosen.step)
-    role = "policy" if chosen.role is None else chosen.role
+    role = "policy"
+    if chosen.role is not None:
+        role = chosen.role
     if is_run:
         _check_generates(chosen.model, role)
         Run(chosen.model).checkpoint_step(chosen.step)
@@ -145,7 +147,9 @@ def _config(chosen: Namespace, short: Mapping[str, str], *, is_run: bool) -> Con
 
 
 def _spelled(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
 def _check_generates(run: str, role: str) -> None:
@@ -280,7 +284,9 @@ class Speaker:
         if not self.is_chat:
             ids = self.tokenizer.encode(prompt)
         else:
-            before = [] if self.system is None else [_message("system", self.system)]
+            before = []
+            if self.system is not None:
+                before = [_message("system", self.system)]
             ids = self.tokenizer.encode([*before, *self.messages, _message("user", prompt)])
         if not ids:
             raise ConfigError(f"the prompt {prompt!r} has no tokens: expected a text")

@@ -29,11 +29,15 @@ def check(url: str) -> int:
     for finding in findings:
         _print(console, finding)
     damaged = sum(finding.state is PartState.DAMAGED for finding in findings)
-    said = f"{damaged} damaged" if damaged else "nothing is damaged"
+    said = "nothing is damaged"
+    if damaged:
+        said = f"{damaged} damaged"
     console.print(
         Text(f"{said}; {bar.done:,} bytes read in {time.monotonic() - begun:.1f} s"), soft_wrap=True
     )
-    return 1 if damaged else 0
+    if damaged:
+        return 1
+    return 0
 
 
 def _print(console: Console, finding: RunFinding) -> None:

@@ -19,7 +19,10 @@ _FILE = re.compile(r"[\w./-]+\.yaml")
 def add_configs(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="such as quickstart; default: list all"
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="such as quickstart; default: list all",
     )
     parser.epilog = (
         f"Wherever a command takes CONFIG, {SHIPPED}NAME is the file of that name, and a file of "

@@ -47,7 +47,10 @@ def add_data(command: argparse.ArgumentParser) -> None:
         help="as --tokenizer, and print the first prompt as the model sees it",
     )
     show.add_argument(
-        "--max-prompt-length", type=int, metavar="N", help="count prompts that are longer"
+        "--max-prompt-length",
+        type=int,
+        metavar="N",
+        help="count prompts that are longer",
     )
     show.add_argument(
         "--prompt", metavar="COLUMN", help="column whose lengths are counted; default: prompt"
@@ -60,7 +63,11 @@ def add_data(command: argparse.ArgumentParser) -> None:
         help="rows to look at; 0: all; default: 100000",
     )
     show.add_argument(
-        "--samples", type=int, default=3, metavar="N", help="rows to print; default: 3"
+        "--samples",
+        type=int,
+        default=3,
+        metavar="N",
+        help="rows to print; default: 3",
     )
 
 
@@ -90,7 +97,11 @@ def _add_import(command: argparse.ArgumentParser) -> None:
         "--system", metavar="TEXT", help="with --chat: a system's message before each user's"
     )
     command.add_argument(
-        "--type", action="append", default=[], metavar="NAME=TYPE", help="such as answer=text"
+        "--type",
+        action="append",
+        default=[],
+        metavar="NAME=TYPE",
+        help="such as answer=text",
     )
     command.add_argument("--select", metavar="A,B", help="the table's columns; default: all")
     command.add_argument("--drop", metavar="A,B", help="columns that the table does not have")
@@ -99,7 +110,10 @@ def _add_import(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--tokenizer", metavar="PATH", help=_TOKENIZER)
     command.add_argument(
-        "--max-prompt-length", type=int, metavar="N", help="count prompts that are longer"
+        "--max-prompt-length",
+        type=int,
+        metavar="N",
+        help="count prompts that are longer",
     )
     command.add_argument(
         "--prompt",
@@ -138,9 +152,9 @@ def data(chosen: argparse.Namespace) -> None:
         else:
             _show(chosen)
     except KeyboardInterrupt:
-        remark = (
-            f": there is nothing new at {chosen.paths[-1]}" if chosen.action == "import" else ""
-        )
+        remark = ""
+        if chosen.action == "import":
+            remark = f": there is nothing new at {chosen.paths[-1]}"
         raise Interrupted(f"stopped by the user{remark}") from None
 
 
@@ -218,7 +232,9 @@ def _import(chosen: argparse.Namespace) -> None:
         table = import_data(request, progress)
     for text in remarks:
         console.print(Text(text), soft_wrap=True)
-    lengths = None if prompts is None else prompts.lengths
+    lengths = None
+    if prompts is not None:
+        lengths = prompts.lengths
     print_import(console, table, lengths, chosen.max_prompt_length)
 
 
@@ -310,11 +326,9 @@ def row_progress(
 
         def show(rows: int, nbytes: int, total: int | None) -> None:
             seconds = bar.tasks[0].elapsed
-            size = (
-                f"{nbytes / 1e6:,.0f} MB, {nbytes / 1e6 / seconds:,.0f} MB/s"
-                if nbytes and seconds
-                else ""
-            )
+            size = ""
+            if nbytes and seconds:
+                size = f"{nbytes / 1e6:,.0f} MB, {nbytes / 1e6 / seconds:,.0f} MB/s"
             bar.update(task, completed=rows, total=total, size=size)
 
         yield show

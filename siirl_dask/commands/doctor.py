@@ -51,7 +51,9 @@ def doctor(config: str | None, overrides: Sequence[str], *, as_json: bool) -> in
         )
     else:
         _print(findings, faults)
-    return 1 if faults else 0
+    if faults:
+        return 1
+    return 0
 
 
 def _memory_of_run(file: ConfigFile) -> DoctorFinding:
@@ -65,7 +67,9 @@ def _memory_of_run(file: ConfigFile) -> DoctorFinding:
     shortage = planned.checked.shortage
     if shortage is None:
         needed = sum(group.total * len(group.workers) for group in planned.checked.memory)
-        return ok(part, f"at most {readable_bytes(needed)} for {len(planned.workers)} workers")
+        return ok(
+            part, f"at most {readable_bytes(needed)} for {counted(len(planned.workers), 'worker')}"
+        )
     if shortage.is_certain:
         return fault(part, shortage.text, shortage.cure)
     return note(part, shortage.text, shortage.cure)
@@ -82,5 +86,7 @@ def _print(findings: Sequence[DoctorFinding], faults: int) -> None:
         if finding.cure:
             text.append(f"\n{'':<{width + 8}}{printable(finding.cure)}", style="dim")
         console.print(text, soft_wrap=True)
-    count = counted(faults, "fault") if faults else "no fault"
+    count = "no fault"
+    if faults:
+        count = counted(faults, "fault")
     console.print(Text(f"{count} in {counted(len(findings), 'finding')}"), soft_wrap=True)

@@ -72,7 +72,9 @@ def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
     UserError before anything starts.
     """
     run = is_run_or_model(request.model, request.step)
-    step = Run(request.model).checkpoint_step(request.step) if run else None
+    step = None
+    if run:
+        step = Run(request.model).checkpoint_step(request.step)
     out = request.out
     if not out:
         out = _default_out(request, step)
@@ -106,7 +108,9 @@ def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
                 config, dag, source, step or 0, passing=[config.model.path] if run else ()
             )
         except Unreachable as error:
-            kept = ", as are the weights of the run's checkpoint while it lasts" if run else ""
+            kept = ""
+            if run:
+                kept = ", as are the weights of the run's checkpoint while it lasts"
             raise ConfigError(
                 f"{error}; what an evaluation writes is below --out, here {out!r}{kept}"
             ) from error
@@ -130,11 +134,9 @@ def _config(request: EvalRequest, out: str, run: bool) -> Config:
         *(f"{key}={json.dumps(value)}" for key, value in settings.items()),
         *request.overrides,
     ]
-    return (
-        Run(request.model).config_with(overrides)
-        if run
-        else load_text("{}", "the defaults", overrides)
-    )
+    if run:
+        return Run(request.model).config_with(overrides)
+    return load_text("{}", "the defaults", overrides)
 
 
 def _default_out(request: EvalRequest, step: int | None) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from siirl_dask.config import Config, EnvironmentsConfig
-from siirl_dask.errors import ConfigError, PlanError
+from siirl_dask.errors import ConfigError, PlanError, clause
 from siirl_dask.nodes import (
     encode_prompts,
     eval_table,
@@ -57,7 +57,10 @@ class Answering:
 
 
 def answering_of(
-    run: Run | None, config: Config, overrides: Sequence[str], world: str | None
+    run: Run | None,
+    config: Config,
+    overrides: Sequence[str],
+    world: str | None,
 ) -> Answering:
     """Return what answers as ``run`` does, or, without one, as ``config`` says; its ``overrides``
     come before the run.
@@ -65,7 +68,9 @@ def answering_of(
     ``world`` is the role with the environments to play in; None: that of the run. ConfigError where
     it cannot be had.
     """
-    spec = None if run is None else _episodes_of(run)
+    spec = None
+    if run is not None:
+        spec = _episodes_of(run)
     named = (
         _is_set(config.environments)
         if run is None
@@ -111,7 +116,10 @@ def evaluation_dag(config: Config, answering: Answering, data: Schema) -> DAG:
     )
     encode = partial(encode_prompts, **prompt_options(config))
     keep = partial(
-        eval_table, n=measure["n"], source=measure["source"], episodes=answering.episodes
+        eval_table,
+        n=measure["n"],
+        source=measure["source"],
+        episodes=answering.episodes,
     )
     columns = eval_table_schema(
         data.field(PROMPT).type,
@@ -232,7 +240,7 @@ def _recorded_role(run: Run, config: Config, name: str) -> Role:
         build = bind(resolve(roles[name]["build"]), roles[name]["with"], f"role {name!r}")
     except PlanError as error:
         raise ConfigError(
-            f"the environments of run {run.url!r} cannot be imported: {error}; name one with "
+            f"the environments of run {run.url!r} cannot be imported: {clause(error)}; name one with "
             "environments.environment=module:name"
         ) from error
     given = options_of(build)

@@ -67,8 +67,11 @@ def describe_run(
     """
     if devices is not None and devices < 1:
         raise ConfigError(f"--devices {devices}: expected at least 1 accelerator on each host")
-    times = None if timing is None else timing.resolve(config)
-    named = None if timing is None else timing.device
+    times = None
+    named = None
+    if timing is not None:
+        times = timing.resolve(config)
+        named = timing.device
     planned = plan_checked(config, dag, validation, hosts=hosts, device=named)
     config = planned.config
     phases = planned.phases
@@ -84,10 +87,16 @@ def describe_run(
     shown = _shown(config, phases)
     accelerator = device_memory(config)
     cards = cards_of(phases[Phase.TRAIN][0], checked.footprints, devices)
-    seconds = None if times is None else times.estimate(config, phases[Phase.TRAIN][0])
-    worker_devices = find_worker_devices(config.cluster, workers) if placed is None else None
+    seconds = None
+    if times is not None:
+        seconds = times.estimate(config, phases[Phase.TRAIN][0])
+    worker_devices = None
+    if placed is None:
+        worker_devices = find_worker_devices(config.cluster, workers)
     there = all(exists(url) for url in config.data.urls)
-    prompt = first_prompt(config, *phases[Phase.TRAIN]) if there else None
+    prompt = None
+    if there:
+        prompt = first_prompt(config, *phases[Phase.TRAIN])
     match form:
         case "json":
             plans = {
@@ -95,15 +104,19 @@ def describe_run(
                 for phase, (plan, sizes) in shown.items()
             }
             memory = [_memory_as_data(one) for one in checked.memory]
-            device = {} if accelerator is None else {"devices": _cards_as_data(accelerator, cards)}
-            time = {} if seconds is None else {"time": seconds.as_data()}
-            shows = {} if prompt is None else {"first_prompt": asdict(prompt)}
+            device = {}
+            if accelerator is not None:
+                device = {"devices": _cards_as_data(accelerator, cards)}
+            time = {}
+            if seconds is not None:
+                time = {"time": seconds.as_data()}
+            shows = {}
+            if prompt is not None:
+                shows = {"first_prompt": asdict(prompt)}
             train, _ = phases[Phase.TRAIN]
-            where = (
-                {}
-                if worker_devices is None
-                else {"topology": worker_devices_as_data(worker_devices, train)}
-            )
+            where = {}
+            if worker_devices is not None:
+                where = {"topology": worker_devices_as_data(worker_devices, train)}
             said = {"notes": notes, "warnings": warnings}
             parts = {"version": 1, **said, "phases": plans, "memory": memory}
             return json.dumps({**parts, **device, **time, **where, **shows}, indent=1)
@@ -171,7 +184,9 @@ def plan_checked(
         dag = with_dtype_in_dag(dag, expected.dtype)
         validation = None if validation is None else with_dtype_in_dag(validation, expected.dtype)
     workers = worker_names(config)
-    placed = None if hosts is None else place_workers(workers, hosts)
+    placed = None
+    if hosts is not None:
+        placed = place_workers(workers, hosts)
     phases = plan_phases(config, dag, validation, workers, placed, assume_columns=True)
     checked = check(config, phases, is_plan=True)
     notes = [*starts.notes, *_assumed(config), *checked.notes]
@@ -202,7 +217,7 @@ def _assumed(config: Config) -> list[str]:
         f"({columns})"
     )
     if not set(absent) <= set(config.data.urls):
-        note += f", and {config.data.batch_size} rows to validate on"
+        note += f", and {counted(config.data.batch_size, 'row')} to validate on"
     if config.data.prepare is None or set(absent).isdisjoint(config.data.urls):
         return [f"{note}; a run needs that data"]
     return [f"{note}; a run calls data.prepare={config.data.prepare} first"]
@@ -229,13 +244,15 @@ def _cards_as_data(memory: int, cards: Cards) -> list[dict[str, Any]]:
 
 
 def _memory(
-    config: Config, groups: Sequence[WorkerMemory], workers: Sequence[str], *, on_cpu: bool
+    config: Config,
+    groups: Sequence[WorkerMemory],
+    workers: Sequence[str],
+    *,
+    on_cpu: bool,
 ) -> str:
-    limit = (
-        "no cluster.memory_limit"
-        if config.cluster.memory_limit is None
-        else config.cluster.memory_limit
-    )
+    limit = "no cluster.memory_limit"
+    if config.cluster.memory_limit is not None:
+        limit = config.cluster.memory_limit
     rows = [
         (
             worker_ranges(one.workers, tuple(workers)),
@@ -245,7 +262,9 @@ def _memory(
         )
         for one in groups
     ]
-    where = "of a worker on a CPU" if on_cpu else "of the host for a worker with an accelerator"
+    where = "of the host for a worker with an accelerator"
+    if on_cpu:
+        where = "of a worker on a CPU"
     title = f"Memory {where}, at most, without texts and caches of transformers ({limit})"
     return f"== memory ==\n\n{title}\n{table(('workers', 'roles', 'in all', 'of which'), rows)}"
 

@@ -107,13 +107,18 @@ def replay(request: ReplayRequest) -> Replayed:
 
 
 def _weights(
-    group: StepsWithWeights, roles: Sequence[str], config: Config, request: ReplayRequest
+    group: StepsWithWeights,
+    roles: Sequence[str],
+    config: Config,
+    request: ReplayRequest,
 ) -> str:
     """Return which weights the objects of ``roles`` had at the steps of a group."""
     first = group.steps[0]
     last = group.steps[-1]
     found = group.checkpoint
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    steps = f"steps {first} to {last}"
+    if first == last:
+        steps = f"step {first}"
     if found is not None:
         source = f"the checkpoint of step {found.step}"
     else:
@@ -124,7 +129,10 @@ def _weights(
 
 
 def changed_spec(
-    spec: Mapping[str, Any], again: DAG, config: Config, request: ReplayRequest
+    spec: Mapping[str, Any],
+    again: DAG,
+    config: Config,
+    request: ReplayRequest,
 ) -> dict[str, Any]:
     """Return a DAG as plain data with the request's changes: functions of nodes, and options of
     nodes and roles that hold a key of the configuration. ConfigError for a change that reaches none
@@ -179,7 +187,9 @@ def _function(config: Config, key: str) -> Any:
     group, _, name = key.removesuffix("_options").partition(".")
     options = getattr(getattr(config, group), f"{name}_options", {})
     function = getattr(getattr(config, group), name)
-    return {"run": function, "with": dict(options)} if options else function
+    if options:
+        return {"run": function, "with": dict(options)}
+    return function
 
 
 def _chosen(request: ReplayRequest, table: str) -> list[int]:
@@ -187,7 +197,9 @@ def _chosen(request: ReplayRequest, table: str) -> list[int]:
     there = list(saved_steps(*open_fs(join(request.run, table))).whole)
     wanted = [step for step in there if step in request.steps]
     if not wanted:
-        held = f"steps {there[0]} to {there[-1]}" if there else "none"
+        held = "none"
+        if there:
+            held = f"steps {there[0]} to {there[-1]}"
         raise ConfigError(
             f"--steps: run {request.run!r} has saved no {in_words(request.steps)} (it has {held})"
         )
@@ -206,7 +218,9 @@ def render(replayed: Replayed) -> str:
     """Return which rows were run again with which weights, and what that changed."""
     changes = replayed.changes
     first, last = changes.steps
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    steps = f"steps {first} to {last}"
+    if first == last:
+        steps = f"step {first}"
     lines = [
         f"{counted(changes.rows, 'row')} of {steps}, in table {changes.table!r}",
         *replayed.weights,
@@ -217,7 +231,9 @@ def render(replayed: Replayed) -> str:
         f"{'corr.':>7}"
     )
     for column in changes.columns:
-        correlation = "-" if column.correlation is None else f"{column.correlation:.3f}"
+        correlation = "-"
+        if column.correlation is not None:
+            correlation = f"{column.correlation:.3f}"
         lines.append(
             f"{column.name:<20} {column.values:>9} {column.changed:>9} {column.flipped:>9} "
             f"{column.before:>10.4g} {column.after:>10.4g} {correlation:>7}"
@@ -236,7 +252,9 @@ def render(replayed: Replayed) -> str:
 
 
 def _reward(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
+    if value is None:
+        return "none"
+    return f"{value:g}"
 
 
 def _one_line(text: str) -> str:

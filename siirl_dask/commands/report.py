@@ -16,10 +16,17 @@ _FILE = "report.html"
 def add_report(command: ArgumentParser) -> None:
     """Add the arguments of the command."""
     command.add_argument(
-        "runs", metavar="RUN", nargs="+", help="a run's folder or URL; several are compared"
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="a run's folder or URL; several are compared",
     )
     command.add_argument(
-        "-o", "--output", metavar="FILE", default=_FILE, help=f"a path or URL; default: {_FILE}"
+        "-o",
+        "--output",
+        metavar="FILE",
+        default=_FILE,
+        help=f"a path or URL; default: {_FILE}",
     )
 
 

@@ -85,13 +85,23 @@ def add_questions(command: ArgumentParser) -> None:
         help="the prompts that two steps share, then and now",
     )
     command.add_argument(
-        "--step", type=one_step, dest="steps", metavar="N", help="of this step alone"
+        "--step",
+        type=one_step,
+        dest="steps",
+        metavar="N",
+        help="of this step alone",
     )
     command.add_argument(
-        "--steps", type=steps_between, metavar="A:B", help="of steps A to B; either may be left out"
+        "--steps",
+        type=steps_between,
+        metavar="A:B",
+        help="of steps A to B; either may be left out",
     )
     command.add_argument(
-        "--table", default=TABLE, metavar="NAME", help="rollouts (default), validation or test"
+        "--table",
+        default=TABLE,
+        metavar="NAME",
+        help="rollouts (default), validation or test",
     )
     command.add_argument(
         "--full", action="store_true", help="prompts and responses as the model saw them, uncut"
@@ -112,7 +122,10 @@ def show_rollouts(asked: Namespace) -> None:
     if asked.sql is not None and chosen:
         raise ConfigError("give SQL or ready questions, not both")
     with open_rollouts(
-        asked.run, table=asked.table, steps=asked.steps, incomplete=asked.incomplete
+        asked.run,
+        table=asked.table,
+        steps=asked.steps,
+        incomplete=asked.incomplete,
     ) as rollouts:
         rollouts.interruptibly(partial(_show, rollouts, asked, chosen=chosen))
         if rollouts.remark:
@@ -189,7 +202,9 @@ def _answers(rollouts: Rollouts, asked: Namespace) -> Iterator[QueryResult]:
             AnswerLayout.CHANGES,
         )
     wanted = {name: count for name in _ORDER if (count := getattr(asked, name)) is not None}
-    decode = decoder_of_run(asked.run) if wanted and spoken_columns(rollouts) else None
+    decode = None
+    if wanted and spoken_columns(rollouts):
+        decode = decoder_of_run(asked.run)
     for name, count in wanted.items():
         samples = images.added_to(_ORDER[name](rollouts, count, decode, full=asked.full))
         yield QueryResult(f"{name.capitalize()} samples", samples, AnswerLayout.SAMPLES)

@@ -34,7 +34,7 @@ from siirl_dask.views.samples.answer import summary as changes_in_words
 from siirl_dask.wording import redacted
 
 logger = logging.getLogger("siirl_dask.commands")
-_STEPS = 5  # at each end of a run, of which the mean reward is told
+_STEPS = 5  # at most, at each end of a run, whose mean reward is shown
 _SHOWN = 3  # validation prompts
 _FILES = {
     "every sample": TABLE,
@@ -102,9 +102,10 @@ def _found(config: Config) -> _Found:
     )
     rewards = [value for _, value in series_of(read_metrics(url), Phase.TRAIN, "reward/mean")]
     if rewards:
-        count = min(_STEPS, len(rewards))
-        found.first_reward = sum(rewards[:count]) / count
+        count = max(1, min(_STEPS, len(rewards) // 2))  # no step is at both ends
         found.last_reward = sum(rewards[-count:]) / count
+        if len(rewards) > 1:
+            found.first_reward = sum(rewards[:count]) / count
     if config.validation.url is not None:
         _add_validation(found, url, config.run.steps)
     return found

@@ -78,7 +78,12 @@ def train(config: Config, dag: DAG, validation: DAG | None, options: argparse.Na
         from siirl_dask.driver.run import run
 
     summary = run(
-        config, dag, validation, fresh=options.fresh, force=options.force, command=resuming(options)
+        config,
+        dag,
+        validation,
+        fresh=options.fresh,
+        force=options.force,
+        command=resuming(options),
     )
     if config.observe.progress:
         print_run_end(config, summary)
@@ -89,6 +94,10 @@ def resuming(options: argparse.Namespace) -> str:
     remove the run.
     """
     program = ["siirl-dask", "run"] if hasattr(options, "command") else ["python", sys.argv[0]]
-    cluster = [] if options.cluster is None else [f"--cluster={options.cluster}"]
-    force = ["--force"] if options.force else []
+    cluster = []
+    if options.cluster is not None:
+        cluster = [f"--cluster={options.cluster}"]
+    force = []
+    if options.force:
+        force = ["--force"]
     return shlex.join([*program, options.config, *force, *cluster, *options.overrides])

@@ -19,7 +19,11 @@ def add_serve(command: ArgumentParser) -> None:
         "run", metavar="RUN_OR_FOLDER", help="a run's folder or URL, or a folder of runs"
     )
     command.add_argument(
-        "--port", type=_port, default=0, metavar="N", help="default: one that is free"
+        "--port",
+        type=_port,
+        default=0,
+        metavar="N",
+        help="default: one that is free",
     )
     command.add_argument(
         "--address",
@@ -30,7 +34,9 @@ def add_serve(command: ArgumentParser) -> None:
 
 
 def _port(text: str) -> int:
-    port = int(text) if text.isdecimal() else -1
+    port = -1
+    if text.isdecimal():
+        port = int(text)
     if not 0 <= port <= 65535:
         raise ArgumentTypeError(f"{text!r}: expected a port from 0 to 65535")
     return port
@@ -44,7 +50,9 @@ def serve(chosen: Namespace) -> None:
     runs = served_runs(chosen.run)
     server = RunServer(runs, chosen.address, chosen.port)
     console = PipeConsole()
-    what = "run" if runs.alone else "runs"
+    what = "runs"
+    if runs.alone:
+        what = "run"
     console.print(Text(f"{what:<10} {chosen.run}"), soft_wrap=True)
     console.print(Text(f"page       {server.address}"), soft_wrap=True)
     console.print(Text("Ctrl-C ends it", style="dim"))

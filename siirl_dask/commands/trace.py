@@ -48,7 +48,11 @@ def add_trace(command: ArgumentParser) -> None:
     """Add the arguments of the command."""
     command.add_argument("run", metavar="RUN", help="the run's folder or URL")
     command.add_argument(
-        "--step", type=one_step, dest="steps", metavar="N", help="of this step alone"
+        "--step",
+        type=one_step,
+        dest="steps",
+        metavar="N",
+        help="of this step alone",
     )
     command.add_argument(
         "--steps",
@@ -95,24 +99,27 @@ def print_bottleneck(console: Console, trace: Trace, found: Bottleneck) -> None:
 def _lines(trace: Trace, found: Bottleneck) -> list[str]:
     first = trace.steps[0]
     last = trace.steps[-1]
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    left = (
-        ""
-        if len(trace.steps) == len(trace.all_steps)
-        else f" of {trace.all_steps[0]} to {trace.all_steps[-1]}"
-    )
+    steps = f"steps {first} to {last}"
+    if first == last:
+        steps = f"step {first}"
+    left = ""
+    if len(trace.steps) != len(trace.all_steps):
+        left = f" of {trace.all_steps[0]} to {trace.all_steps[-1]}"
     each = found.seconds / found.steps
     lines = [
         f"{steps}{left}: {found.seconds:.2f} s, {each:.2f} s a step, "
         f"{counted(len(found.workers), 'worker')}"
     ]
-    if (start := found.start) and start.seconds > each:
+    start = found.start
+    if start and start.seconds > each:
         lines.append(
             f"start     {start.node} on worker {start.worker!r} took longest, {start.seconds:.1f} s"
         )
-    if slowest := found.slowest:
+    slowest = found.slowest
+    if slowest:
         lines.append(f"slowest   {_told(slowest, found)}")
-    if (uneven := found.uneven) and uneven.times_others and uneven.times_others > _EVEN:
+    uneven = found.uneven
+    if uneven and uneven.times_others and uneven.times_others > _EVEN:
         lines.append(
             f"uneven    node {uneven.node!r} takes {uneven.times_others:.1f} times as long on "
             f"worker {uneven.worker!r} "
@@ -160,10 +167,13 @@ def _worker_rows(found: Bottleneck) -> list[tuple[str, ...]]:
 
 
 def _waits(worker: WorkerTime) -> str:
-    if (longest := longest_wait(worker)) is None:
+    longest = longest_wait(worker)
+    if longest is None:
         return ""
     name, cause, share = longest
-    whom = f" for worker {cause!r}" if cause else ""
+    whom = ""
+    if cause:
+        whom = f" for worker {cause!r}"
     return printable(f"{share:.0%} at {name}{whom}")
 
 

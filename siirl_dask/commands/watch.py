@@ -65,7 +65,10 @@ def watch(chosen: Namespace) -> int:
 
 def _live(console: Console, watcher: Watcher, look: Look, every: float) -> Look:
     with Live(
-        screen(look, console.width), console=console, auto_refresh=False, vertical_overflow="crop"
+        screen(look, console.width),
+        console=console,
+        auto_refresh=False,
+        vertical_overflow="crop",
     ) as live:
         while not look.life.is_over:
             time.sleep(every)
@@ -111,4 +114,6 @@ def _exit_code(look: Look, *, once: bool) -> int:
     codes = {Status.COMPLETE: 0, Status.FAILED: 1, Status.INTERRUPTED: 130}
     if look.life is Life.ENDED and look.summary is not None:
         return codes[look.summary.status]
-    return 1 if look.life is Life.GONE else 0
+    if look.life is Life.GONE:
+        return 1
+    return 0

@@ -21,9 +21,8 @@ _WILDCARDS = ("", "0.0.0.0", "::")  # hosts of a listener at every interface
 _SCHEMES = {
     "tcp": Scheme.TCP,
     "tls": Scheme.TLS,
-    # comms without byte streams carry Dask's messages, and rows go over tcp next to them
-    "ucx": Scheme.TCP,
-    "ucxx": Scheme.TCP,
+    "ucx": Scheme.UCXX,
+    "ucxx": Scheme.UCXX,
 }
 
 
@@ -60,6 +59,9 @@ class NetworkAccess:
             )
         chosen = _SCHEMES[scheme]
         listens_with, connects_with, must_encrypt = certificates_of(worker)
+        if chosen is Scheme.UCXX and not has_ucxx():
+            # other comms of that name carry Dask's messages, and rows go over tcp next to them
+            chosen = Scheme.TCP
         if must_encrypt:
             chosen = Scheme.TLS
         host = get_address_host(worker.listen_address)
@@ -78,6 +80,15 @@ class NetworkAccess:
             listens_with=listens_with,
             connects_with=connects_with,
         )
+
+
+def has_ucxx() -> bool:
+    """Return whether ucxx can be imported here, with the libraries that it needs."""
+    try:
+        import ucxx  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def _wildcard_of(host: str) -> str | None:

@@ -9,17 +9,17 @@ import errno
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from inspect import isawaitable
-from typing import Any, ClassVar, TypeVar
+from functools import partial
+from typing import Any, ClassVar
 
 from distributed.comm.addressing import get_local_address_for, parse_host_port, unparse_host_port
 from distributed.comm.core import Comm, Connector
 from distributed.comm.registry import Backend, backends
 
 from siirl_dask.comms.byte_stream import ByteStream
-from siirl_dask.comms.proofs import Side
+from siirl_dask.comms.listeners import ListenerOptions, RowsListener
 from siirl_dask.comms.rows_comm import RowsComm
 from siirl_dask.comms.sockets import (
     Scheme,
@@ -29,21 +29,16 @@ from siirl_dask.comms.sockets import (
     peer_process,
     resolve,
     secure,
+    tls_context,
     tune,
 )
-from siirl_dask.dask_internals import BaseListener, FatalCommClosedError, ensure_concrete_host
+from siirl_dask.dask_internals import FatalCommClosedError
 
 logger = logging.getLogger("siirl_dask.comms")
-_HANDSHAKE_SECONDS = 9.0  # for a connection to say who it is
-# seconds more: a process that stood still meanwhile reads first what has arrived
-_GRACE = 1.0
-_MAX_HANDSHAKES = 1024  # connections that have not said yet who they are
 _BACKLOG = 2048  # connections that the kernel holds for a process that computes
 _ACCEPTS = 64  # connections that are accepted before others have their turn
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE = 1.0  # seconds without accepting when descriptors have run out
-
-_T = TypeVar("_T")
 
 
 class RowsConnector(Connector):
@@ -58,7 +53,7 @@ class RowsConnector(Connector):
         """Return a comm to a location, before its handshake. OSError where nobody listens there,
         FatalCommClosedError where certificates do not fit, or nobody on this host has the name.
         """
-        context = _tls_context(self._scheme, connection_args)
+        context = tls_context(self._scheme, connection_args)
         sock = await open_socket(self._scheme, address)
         if context is not None:
             hostname = connection_args.get("server_hostname")
@@ -72,51 +67,28 @@ class RowsConnector(Connector):
         return RowsComm(stream, self._scheme, name_of(sock), address, deserialize=deserialize)
 
 
-class RowsListener(BaseListener):
-    """Listens at one location, and hands over each connection after its handshake.
-
-    ``handshake_overrides`` is sent to whoever connects. With a ``secret`` each connection must
-    prove that it knows it, as ``RowsComm.authenticate`` does, and this side proves it then. A
-    connection that has not done so within 10 seconds is closed.
-    """
+class SocketListener(RowsListener):
+    """Listens on a socket: ``rows+tcp``, ``rows+tls``, ``rows+unix``."""
 
     def __init__(
         self,
         scheme: Scheme,
         location: str,
         handle_comm: Callable[[Comm], object],
-        deserialize: bool = True,
-        *,
-        allow_offload: bool = True,
-        default_host: str | None = None,
-        default_port: int = 0,
-        handshake_overrides: Mapping[str, Any] | None = None,
-        secret: bytes | None = None,
-        **connection_args: Any,
+        options: ListenerOptions,
+        certificates: Mapping[str, Any],
     ) -> None:
-        super().__init__()
-        self._scheme = scheme
-        self._location = location
-        self._handle_comm = handle_comm
-        self._deserialize = deserialize
-        self._allow_offload = allow_offload
-        self._default_host = default_host
-        self._default_port = default_port
-        self._overrides = dict(handshake_overrides) if handshake_overrides is not None else {}
-        self._secret = secret
-        self._context = _tls_context(scheme, connection_args)
+        super().__init__(scheme, location, handle_comm, options)
+        self._context = tls_context(scheme, certificates)
         self._sock: socket.socket | None = None
-        self._bound = ("", 0)
-        self._handshakes: dict[asyncio.Task[None], socket.socket] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Begin to listen. OSError where the address is not this host's, or is taken."""
         family: socket.AddressFamily = socket.AF_UNIX
         place: Any = f"\0{self._location}"
         if self._scheme is not Scheme.UNIX:
-            host, port = parse_host_port(self._location, self._default_port)
-            family, place = (await resolve(host if host else "0.0.0.0", port))[0]
+            host, port = self._place()
+            family, place = (await resolve(host, port))[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             if self._scheme is not Scheme.UNIX:
@@ -135,34 +107,15 @@ class RowsListener(BaseListener):
         asyncio.get_running_loop().add_reader(sock.fileno(), self._accept)
 
     def stop(self) -> None:
-        """Accept no more connections, and close those whose handshake is under way. Those that are
-        established stay.
-        """
         if self._sock is not None:
             asyncio.get_running_loop().remove_reader(self._sock.fileno())
             self._sock.close()
             self._sock = None
-        for task in self._handshakes:
-            task.cancel()
+        self.end_handshakes()
 
     @property
-    def listen_address(self) -> str:
-        if self._scheme is Scheme.UNIX:
-            return self._scheme.prefix + self._location
-        host, port = self.get_host_port()
-        return self._scheme.prefix + unparse_host_port(host, port)
-
-    @property
-    def contact_address(self) -> str:
-        if self._scheme is Scheme.UNIX:
-            return self.listen_address
-        host, port = self.get_host_port()
-        concrete = ensure_concrete_host(host, default_host=self._default_host)
-        return self._scheme.prefix + unparse_host_port(concrete, port)
-
-    def get_host_port(self) -> tuple[str, int]:
-        """Return the address that it is bound to."""
-        return self._bound
+    def listens(self) -> bool:
+        return self._sock is not None
 
     def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -180,47 +133,15 @@ class RowsListener(BaseListener):
                 loop.remove_reader(self._sock.fileno())
                 loop.call_later(_PAUSE, self._accept_again)
                 return
-            if len(self._handshakes) >= _MAX_HANDSHAKES:
-                sock.close()
-                continue
-            task = asyncio.create_task(self._serve(sock, place))
-            self._handshakes[task] = sock
-            self._tasks.add(task)  # the loop itself keeps no reference to a task
-            task.add_done_callback(self._close_unless_established)
-            task.add_done_callback(self._tasks.discard)
+            self.admit(sock, partial(self._open, sock, place))
 
     def _accept_again(self) -> None:
         if self._sock is not None:
             asyncio.get_running_loop().add_reader(self._sock.fileno(), self._accept)
 
-    async def _serve(self, sock: socket.socket, place: Any) -> None:
-        try:
-            comm = await _within_limit(self._greet(sock, place))
-        except OSError as error:
-            logger.debug("a connection ended before its handshake: %s", error)
-            return
-        task = asyncio.current_task()
-        assert task is not None
-        del self._handshakes[task]
-        if self._sock is None:  # stopped meanwhile
-            comm.abort()
-            return
-        try:
-            handled = self._handle_comm(comm)
-            if isawaitable(handled):
-                await handled
-        except Exception:
-            logger.exception("the handler of a connection from %s failed", comm.peer_address)
-            comm.abort()
-
-    def _close_unless_established(self, task: asyncio.Task[None]) -> None:
-        sock = self._handshakes.pop(task, None)
-        if sock is not None:
-            sock.close()
-
-    async def _greet(self, sock: socket.socket, place: Any) -> RowsComm:
-        """Return the comm of a connection once both sides have said who they are. OSError where
-        the peer does not.
+    async def _open(self, sock: socket.socket, place: Any) -> RowsComm:
+        """Return the comm of a connection before its handshake. OSError where the peer is of
+        another user, or shows no certificate.
         """
         sock.setblocking(False)
         try:
@@ -232,16 +153,9 @@ class RowsListener(BaseListener):
         if self._context is not None:
             sock = await secure(sock, self._context, server=True)
         stream = ByteStream(sock)
-        comm = RowsComm(stream, self._scheme, name_of(sock), peer, deserialize=self._deserialize)
-        comm.allow_offload = self._allow_offload
-        try:
-            await self.on_connection(comm, self._overrides)
-            if self._secret is not None:
-                await comm.authenticate(self._secret, Side.ANSWERS)
-        except BaseException:
-            comm.abort()
-            raise
-        return comm
+        return RowsComm(
+            stream, self._scheme, name_of(sock), peer, deserialize=self._options.deserialize
+        )
 
     def _peer_of(self, sock: socket.socket, place: Any) -> str:
         """Return the location of the peer. PermissionError for a process of another user."""
@@ -256,7 +170,7 @@ class RowsTCP(Backend):
 
     scheme: ClassVar[Scheme] = Scheme.TCP
 
-    def get_connector(self) -> RowsConnector:
+    def get_connector(self) -> Connector:
         return RowsConnector(self.scheme)
 
     def get_listener(
@@ -266,7 +180,8 @@ class RowsTCP(Backend):
         deserialize: bool,
         **connection_args: Any,
     ) -> RowsListener:
-        return RowsListener(self.scheme, loc, handle_comm, deserialize, **connection_args)
+        options, certificates = ListenerOptions.of(deserialize, connection_args)
+        return SocketListener(self.scheme, loc, handle_comm, options, certificates)
 
     def get_address_host(self, loc: str) -> str:
         return str(parse_host_port(loc)[0])
@@ -309,46 +224,33 @@ class RowsUnix(RowsTCP):
         return loc
 
 
+class RowsUCXX(RowsTCP):
+    """``rows+ucxx://host:port``, where the package ucxx is installed."""
+
+    scheme = Scheme.UCXX
+
+    def get_connector(self) -> Connector:
+        # importing it loads UCX, which few clusters speak
+        from siirl_dask.comms.ucxx_backend import UcxxConnector
+
+        return UcxxConnector()
+
+    def get_listener(
+        self,
+        loc: str,
+        handle_comm: Callable[[Comm], object],
+        deserialize: bool,
+        **connection_args: Any,
+    ) -> RowsListener:
+        from siirl_dask.comms.ucxx_backend import UcxxListener
+
+        options, certificates = ListenerOptions.of(deserialize, connection_args)
+        return UcxxListener(loc, handle_comm, options, certificates)
+
+
 def register() -> None:
     """Make the backends known to Dask in this process, also where the package's entry points are
     not installed.
     """
-    for backend in (RowsTCP, RowsTLS, RowsUnix):
+    for backend in (RowsTCP, RowsTLS, RowsUnix, RowsUCXX):
         backends.setdefault(str(backend.scheme), backend())
-
-
-def _tls_context(scheme: Scheme, connection_args: Mapping[str, Any]) -> ssl.SSLContext | None:
-    """Return what Dask's security says about TLS. RuntimeError where it demands encryption and
-    the scheme has none, TypeError where TLS has no certificates.
-    """
-    if scheme is Scheme.TCP and connection_args.get("require_encryption"):
-        raise RuntimeError(
-            "encryption required by Dask configuration, refusing communication over "
-            f"{scheme.prefix}: expected {Scheme.TLS.prefix}"
-        )
-    if scheme is not Scheme.TLS:
-        return None
-    context = connection_args.get("ssl_context")
-    if not isinstance(context, ssl.SSLContext):
-        raise TypeError(
-            f"{scheme.prefix} expects certificates (distributed.comm.tls of Dask's configuration): "
-            f"ssl_context is {context!r}"
-        )
-    return context
-
-
-async def _within_limit(work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of ``work``; TimeoutError when that takes too long. It has ended then, and
-    when this is cancelled: it watches its socket, whose number another may get once it is closed.
-    """
-    task = asyncio.create_task(work)
-    try:
-        for seconds in (_HANDSHAKE_SECONDS, _GRACE):
-            await asyncio.wait([task], timeout=seconds)
-            if task.done():
-                return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])
-    raise TimeoutError("no handshake came in time")

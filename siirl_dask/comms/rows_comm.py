@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from distributed.comm.core import Comm, CommClosedError
 
 from siirl_dask.comms import wire
-from siirl_dask.comms.byte_stream import ByteStream
+from siirl_dask.comms.byte_stream import CommStream
 from siirl_dask.comms.proofs import NONCE_BYTES, Side, new_nonce, proof_of
-from siirl_dask.comms.sockets import Scheme, peer_process
+from siirl_dask.comms.sockets import Scheme
 from siirl_dask.comms.wire import Frame, Message, MessageBounds, Pieces
 from siirl_dask.dask_internals import FatalCommClosedError
 from siirl_dask.errors import PeerError
@@ -43,7 +41,13 @@ class RowsComm(Comm):
     """
 
     def __init__(
-        self, stream: ByteStream, scheme: Scheme, local: str, peer: str, *, deserialize: bool = True
+        self,
+        stream: CommStream,
+        scheme: Scheme,
+        local: str,
+        peer: str,
+        *,
+        deserialize: bool = True,
     ) -> None:
         """``local`` and ``peer`` are the locations of both sides, without the scheme."""
         super().__init__(deserialize=deserialize)
@@ -54,7 +58,10 @@ class RowsComm(Comm):
         self._peer_addr = scheme.prefix + peer
 
     async def send(
-        self, head: object, frames: Sequence[Frame | Pieces] = (), number: int = 0
+        self,
+        head: object,
+        frames: Sequence[Frame | Pieces] = (),
+        number: int = 0,
     ) -> int:
         """Send a message, and return its bytes once the kernel has them; until then ``frames`` are
         referred to. CommClosedError where the connection is closed, TypeError for a head that is no
@@ -91,8 +98,10 @@ class RowsComm(Comm):
         stream = self._stream
         prelude = wire.read_prelude(await stream.read(wire.PRELUDE.size), bounds)
         top = await stream.read(prelude.top)
+        if not prelude.frames:
+            return wire.read_message(prelude, top, ())
         sizes = wire.read_sizes(prelude, top, bounds)
-        if places is not None and sizes:
+        if places is not None:
             return await self._receive_placed(prelude, top, sizes, places)
         if sum(sizes) <= _SMALL:
             body = memoryview(await stream.read(sum(sizes)))
@@ -152,23 +161,11 @@ class RowsComm(Comm):
         if side is Side.ANSWERS:
             await self.send(proofs[side], number=wire.GREETING)
 
-    @asynccontextmanager
-    async def while_open(self) -> AsyncIterator[None]:
-        """Cancel what is inside when the peer closes the connection, or this side does, and raise
-        CommClosedError then.
+    def while_open(self) -> WhileOpen:
+        """Return a context that is cancelled when the peer closes the connection, or this side
+        does, and raises CommClosedError then.
         """
-        loop = asyncio.get_running_loop()
-        limit = asyncio.timeout(None)
-        try:
-            async with limit:
-                self._stream.notify_at_end(lambda: limit.reschedule(loop.time()))
-                yield
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise CommClosedError(f"{self._peer_addr}: the peer has closed it") from error
-        finally:
-            self._stream.notify_at_end(None)
+        return WhileOpen(self._stream, self._peer_addr)
 
     def _refused(self, error: PeerError) -> FatalCommClosedError:
         """Close the connection of a peer that no further attempt can cure, and return the error."""
@@ -227,14 +224,55 @@ class RowsComm(Comm):
     @property
     def extra_info(self) -> dict[str, Any]:
         """The peer's process over a Unix socket, its certificate and the cipher over TLS."""
-        sock = self._stream.socket
-        if self.closed():
-            return {}
-        if isinstance(sock, ssl.SSLSocket):
-            return {"peercert": sock.getpeercert(), "cipher": sock.cipher()}
-        if self._scheme is Scheme.UNIX:
-            return asdict(peer_process(sock))
-        return {}
+        return {} if self.closed() else self._stream.peer_info()
+
+
+class WhileOpen:
+    """Cancels the task that is inside when a stream ends. Unlike ``asyncio.timeout`` it costs a
+    request next to nothing as long as the stream does not end.
+    """
+
+    __slots__ = ("_before", "_ended", "_has_cancelled", "_peer", "_stream", "_task")
+
+    def __init__(self, stream: CommStream, peer: str) -> None:
+        self._stream = stream
+        self._peer = peer
+        self._task: asyncio.Task[Any] | None = None
+        self._before = 0
+        """Times that the task had been cancelled when it came in."""
+        self._ended: asyncio.Handle | None = None
+        self._has_cancelled = False
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._before = self._task.cancelling()
+        self._stream.notify_at_end(self._on_end)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: object,
+    ) -> None:
+        self._stream.notify_at_end(None)
+        if self._ended is None:
+            return
+        if not self._has_cancelled:
+            self._ended.cancel()
+            return
+        assert self._task is not None
+        if self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
+            raise CommClosedError(f"{self._peer}: the peer has closed it") from error
+
+    def _on_end(self) -> None:
+        # not at once: the stream may end within the task itself
+        self._ended = asyncio.get_running_loop().call_soon(self._cancel)
+
+    def _cancel(self) -> None:
+        assert self._task is not None
+        self._has_cancelled = True
+        self._task.cancel()
 
 
 def _new_frame(size: int) -> memoryview:

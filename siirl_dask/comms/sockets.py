@@ -7,7 +7,7 @@ import os
 import socket
 import ssl
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -28,6 +28,8 @@ class Scheme(StrEnum):
     """Location ``host:port``."""
     TLS = "rows+tls"
     """Location ``host:port``; both sides show a certificate of the cluster."""
+    UCXX = "rows+ucxx"
+    """Location ``host:port``; over the endpoints of UCX, which speak tcp, shared memory or RDMA."""
     UNIX = "rows+unix"
     """Location: the name of an abstract socket (Linux), which has no file and ends with its
     process. Both sides are processes of one user."""
@@ -52,7 +54,7 @@ async def open_socket(scheme: Scheme, location: str) -> socket.socket:
     there; FatalCommClosedError, which no further attempt can cure, on this host.
     """
     if scheme is Scheme.UNIX:
-        return _open_unix_socket(location)
+        return open_unix_socket(location)
     host, port = parse_host_port(location)
     failure: OSError | None = None
     for family, place in await resolve(host, port):
@@ -72,7 +74,11 @@ async def open_socket(scheme: Scheme, location: str) -> socket.socket:
     raise ConnectionError(f"cannot connect to {location}: {failure}")
 
 
-def _open_unix_socket(name: str) -> socket.socket:
+def open_unix_socket(name: str) -> socket.socket:
+    """Return a socket that is connected to the abstract socket ``name``. BlockingIOError where its
+    listener has not taken those that wait already, FatalCommClosedError where nobody of this user
+    listens.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
@@ -117,6 +123,26 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
 
 
+def tls_context(scheme: Scheme, connection_args: Mapping[str, Any]) -> ssl.SSLContext | None:
+    """Return what Dask's security says about TLS. RuntimeError where it demands encryption and
+    the scheme has none, TypeError where TLS has no certificates.
+    """
+    if scheme in (Scheme.TCP, Scheme.UCXX) and connection_args.get("require_encryption"):
+        raise RuntimeError(
+            "encryption required by Dask configuration, refusing communication over "
+            f"{scheme.prefix}: expected {Scheme.TLS.prefix}"
+        )
+    if scheme is not Scheme.TLS:
+        return None
+    context = connection_args.get("ssl_context")
+    if not isinstance(context, ssl.SSLContext):
+        raise TypeError(
+            f"{scheme.prefix} expects certificates (distributed.comm.tls of Dask's configuration): "
+            f"ssl_context is {context!r}"
+        )
+    return context
+
+
 def peer_process(sock: socket.socket) -> PeerProcess:
     """Return the process on the other side of a Unix socket, as the kernel knows it."""
     packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -140,13 +166,20 @@ def name_of(sock: socket.socket) -> str:
 
 
 async def secure(
-    sock: socket.socket, context: ssl.SSLContext, *, server: bool, hostname: str | None = None
+    sock: socket.socket,
+    context: ssl.SSLContext,
+    *,
+    server: bool,
+    hostname: str | None = None,
 ) -> ssl.SSLSocket:
     """Return the socket with TLS, once both sides have shown their certificates. SSLError where
     one does not fit.
     """
     secured = context.wrap_socket(
-        sock, server_side=server, do_handshake_on_connect=False, server_hostname=hostname
+        sock,
+        server_side=server,
+        do_handshake_on_connect=False,
+        server_hostname=hostname,
     )
     loop = asyncio.get_running_loop()
     try:

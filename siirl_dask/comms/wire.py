@@ -35,6 +35,11 @@ _MAX_DEPTH = 32  # of lists and mappings within each other
 _LONG = 2**10  # bytes from which a value of the head travels as a frame
 _FRAME = 1  # extension type: the index of the frame that holds the value
 _INDEX = struct.Struct("<I")
+# as tuples: a union of types is made anew, and compared slowly, for each value of a head
+_LISTS = (list, tuple)
+_BYTES = (bytes, bytearray, memoryview)
+_PLAIN = (str, bytes, int, float, type(None))
+_KEYS = (str, int)
 
 
 class Pieces:
@@ -115,8 +120,11 @@ def pack(number: int, head: object, frames: Sequence[Frame | Pieces] = ()) -> li
     outlined: list[memoryview] = []
     packed = msgpack.packb([len(parts), _outlined(head, outlined, len(parts))])
     parts += [[view] for view in outlined]
+    prelude = PRELUDE.pack(len(packed), len(parts), number)
+    if not parts:
+        return [memoryview(prelude + packed)]
     sizes = struct.pack(f"<{len(parts)}Q", *(sum(view.nbytes for view in views) for views in parts))
-    top = PRELUDE.pack(len(packed), len(parts), number) + sizes + packed
+    top = prelude + sizes + packed
     return [memoryview(top), *(view for views in parts for view in views)]
 
 
@@ -130,9 +138,9 @@ def _outlined(value: Any, frames: list[memoryview], before: int) -> Any:
     """
     if isinstance(value, dict):
         return {key: _outlined(item, frames, before) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, _LISTS):
         return [_outlined(item, frames, before) for item in value]
-    if isinstance(value, bytes | bytearray | memoryview) and memoryview(value).nbytes >= _LONG:
+    if isinstance(value, _BYTES) and memoryview(value).nbytes >= _LONG:
         frames.append(memoryview(value).cast("B"))
         return msgpack.ExtType(_FRAME, _INDEX.pack(before + len(frames) - 1))
     return value
@@ -247,12 +255,14 @@ def _check_plain(value: object) -> None:
             raise ValueError(f"values within values more than {_MAX_DEPTH} times")
         below: list[object] = []
         for item in level:
+            if isinstance(item, _PLAIN):
+                continue
             if isinstance(item, dict):
                 below.extend(item.values())
-                if not all(isinstance(key, str | int) for key in item):
+                if not all(isinstance(key, _KEYS) for key in item):
                     raise TypeError("keys that are neither text nor numbers")
             elif isinstance(item, list):
                 below.extend(item)
-            elif not (item is None or isinstance(item, str | bytes | int | float)):
+            else:
                 raise TypeError(f"a value of type {type(item).__name__}")
         level = below

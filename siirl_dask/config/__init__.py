@@ -174,7 +174,10 @@ class Config:
                 model.longest_row = self.data.max_prompt_length + longest_response
 
     def _fill_total_steps(
-        self, trainer: TrainerConfig, algorithm: AlgorithmConfig, steps: int
+        self,
+        trainer: TrainerConfig,
+        algorithm: AlgorithmConfig,
+        steps: int,
     ) -> None:
         """Let a learning rate that falls do so until the end of the run, unless ``total_steps``
         is given.

@@ -144,7 +144,8 @@ def _check_base(agents: Mapping[str, AgentConfig], name: str, agent: AgentConfig
         )
     network = [f"trainer.{f.name}" for f in fields(TrainerConfig) if f.name not in OPTIMIZING]
     engine = [f"rollout.{f.name}" for f in fields(RolloutConfig) if f.name not in SAMPLING]
-    if key := _differs(agent, agents[first], ["model", *network, *engine]):
+    key = _differs(agent, agents[first], ["model", *network, *engine])
+    if key:
         raise ConfigError(
             f"agents.{name}.{key} differs from that of {first!r}, whose base it has: give it under "
             f"agents.{first}, or leave out agents.{name}.base"
@@ -160,7 +161,8 @@ def _check_share(agents: Mapping[str, AgentConfig], name: str, agent: AgentConfi
         )
     other = agents[str(agent.share)]
     own = [f"rollout.{f.name}" for f in fields(RolloutConfig) if f.name not in SAMPLING]
-    if key := _differs(agent, other, ["model", "trainer", "algorithm", *own]):
+    key = _differs(agent, other, ["model", "trainer", "algorithm", *own])
+    if key:
         raise ConfigError(
             f"agents.{name}.{key} differs from that of {agent.share!r}, whose engine and policy it "
             f"shares: give it under agents.{agent.share}, or leave out agents.{name}.share"

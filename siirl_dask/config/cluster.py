@@ -129,7 +129,8 @@ class ClusterConfig:
                     f"cluster.placement.{role}={workers}: expected worker indices, each once, at "
                     "least one"
                 )
-            if outside := [w for w in workers if not 0 <= w < self.workers]:
+            outside = [w for w in workers if not 0 <= w < self.workers]
+            if outside:
                 raise ConfigError(
                     f"cluster.placement.{role}={workers}: no worker {outside[0]}; "
                     f"cluster.workers={self.workers} gives 0 to {self.workers - 1}"

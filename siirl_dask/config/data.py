@@ -147,7 +147,9 @@ class DataConfig:
     @property
     def urls(self) -> list[str]:
         """URLs of the datasets to train on."""
-        return [source.url for source in self.sources.values()] if self.url is None else [self.url]
+        if self.url is None:
+            return [source.url for source in self.sources.values()]
+        return [self.url]
 
     def _check_sources(self) -> None:
         if self.sources and self.url == "???":

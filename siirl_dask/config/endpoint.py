@@ -67,7 +67,8 @@ class EndpointConfig:
                 "endpoint.model is empty: expected the name of the model in requests, such as "
                 "policy"
             )
-        if needed := [name for name in self.ignore if name in _NEEDED]:
+        needed = [name for name in self.ignore if name in _NEEDED]
+        if needed:
             raise ConfigError(
                 f"endpoint.ignore={self.ignore}: {needed[0]!r} cannot be left unread; leave it out"
             )

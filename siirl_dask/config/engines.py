@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from siirl_dask.config.checks import above, at_least, parse_bytes
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, clause
 
 
 class Engine(StrEnum):
@@ -19,8 +19,8 @@ class Engine(StrEnum):
     sglang = "sglang"
     """Never chosen by ``auto``."""
     server = "server"
-    """Servers of vLLM that are there already, at ``rollout.server.urls``. Never chosen by
-    ``auto``."""
+    """Servers of vLLM, or with ``rollout.sampler=sglang`` of SGLang, that are there already, at
+    ``rollout.server.urls``. Never chosen by ``auto``."""
     auto = "auto"
     """vLLM if it is installed, else transformers."""
 
@@ -69,7 +69,8 @@ class VllmConfig:
                 "null, for what the other roles leave"
             )
         for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if (count := getattr(self, name)) is not None:
+            count = getattr(self, name)
+            if count is not None:
                 at_least("rollout.vllm", 1, **{name: count})
         if self.sleep_level not in (0, 1, 2):
             raise ConfigError(f"rollout.vllm.sleep_level={self.sleep_level}: expected 0, 1 or 2")
@@ -116,7 +117,7 @@ class ServerConfig:
     """``rollout.server``: servers that generate, which a run uses and does not start."""
 
     urls: list[str] = field(default_factory=list)
-    """Addresses of vLLM's servers, such as ``[http://10.0.0.7:8000]``: at least one for each worker
+    """Addresses of the servers, such as ``[http://10.0.0.7:8000]``: at least one for each worker
     that generates. A worker has servers of its own, whose weights it replaces."""
     weights_folder: str | None = None
     """Folder of this path on the workers and on the servers, such as one of a network's file
@@ -154,7 +155,7 @@ def _check_url(url: str) -> None:
         if parts.hostname:
             parts.hostname.encode("idna")
     except ValueError as error:
-        raise ConfigError(f"rollout.server.urls: {url!r}: {error}; {expected}") from error
+        raise ConfigError(f"rollout.server.urls: {url!r}: {clause(error)}; {expected}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise ConfigError(f"rollout.server.urls: {url!r}: {expected}")
     if parts.username is not None or parts.password is not None:
@@ -169,7 +170,9 @@ def _check_url(url: str) -> None:
 def _place(url: str) -> tuple[str | None, int]:
     """Return host and port of a server, which may be written in several ways."""
     parts = urlsplit(url)
-    usual = 443 if parts.scheme == "https" else 80
+    usual = 80
+    if parts.scheme == "https":
+        usual = 443
     return parts.hostname, usual if parts.port is None else parts.port
 
 

@@ -80,14 +80,17 @@ class EnvironmentsConfig:
         """Columns of a row that a session is given: those of the environment and, of several,
         its name.
         """
-        chosen = [self.name_column] if self.by_name and self.name_column not in self.columns else []
+        chosen = []
+        if self.by_name and self.name_column not in self.columns:
+            chosen = [self.name_column]
         return [*self.columns, *chosen]
 
     def __post_init__(self) -> None:
         at_least("environments", 0, processes=self.processes, max_failures=self.max_failures)
         at_least("environments", 1, concurrency=self.concurrency, turns=self.turns)
         for name in ("max_open", "turn_tokens"):
-            if (count := getattr(self, name)) is not None:
+            count = getattr(self, name)
+            if count is not None:
                 at_least("environments", 1, **{name: count})
         if self.max_failed_calls is not None and not 0 <= self.max_failed_calls <= 1:
             given = f"environments.max_failed_calls={self.max_failed_calls}"
@@ -109,7 +112,8 @@ class EnvironmentsConfig:
 
     def _check_agents(self) -> None:
         """Raise ConfigError for agents of one name, and for fewer rows than there are agents."""
-        if twice := [name for name in self.agents if self.agents.count(name) > 1]:
+        twice = [name for name in self.agents if self.agents.count(name) > 1]
+        if twice:
             raise ConfigError(
                 f"environments.agents has {twice[0]!r} more than once: expected each name once"
             )

@@ -49,11 +49,9 @@ class ImagesConfig:
     @property
     def source(self) -> str:
         """The option by which a model sees images, for errors."""
-        return (
-            f"images.column={self.column!r}"
-            if self.column is not None
-            else "images.observations=true"
-        )
+        if self.column is not None:
+            return f"images.column={self.column!r}"
+        return "images.observations=true"
 
     def __post_init__(self) -> None:
         if self.column is not None and not self.column.strip():
@@ -61,7 +59,8 @@ class ImagesConfig:
                 f"images.column={self.column!r}: expected the name of a column, or null"
             )
         for one in () if self.used else fields(self):
-            if (given := getattr(self, one.name)) != one.default:
+            given = getattr(self, one.name)
+            if given != one.default:
                 raise ConfigError(
                     f"images.{one.name}={given!r} and images.column=null, so no images are read: "
                     f"name their column, or leave images.{one.name} out"

@@ -95,11 +95,9 @@ class MegatronConfig:
         at_least("trainer.megatron", 1, expert_parallel=self.expert_parallel)
         of_stage = self.tensor_parallel * self.context_parallel
         if self.expert_parallel % of_stage and of_stage % self.expert_parallel:
-            context = (
-                f" times context_parallel={self.context_parallel}"
-                if self.context_parallel > 1
-                else ""
-            )
+            context = ""
+            if self.context_parallel > 1:
+                context = f" times context_parallel={self.context_parallel}"
             raise ConfigError(
                 f"trainer.megatron.expert_parallel={self.expert_parallel}: expected a divisor or a "
                 f"multiple of trainer.megatron.tensor_parallel={self.tensor_parallel}{context}"

@@ -37,7 +37,9 @@ class Dtype(StrEnum):
     @property
     def itemsize(self) -> int:
         """Return the bytes of a number; of ``auto`` the larger ones, while it is not decided."""
-        return 2 if self is Dtype.bfloat16 else 4
+        if self is Dtype.bfloat16:
+            return 2
+        return 4
 
 
 @dataclass(kw_only=True, slots=True)

@@ -48,7 +48,8 @@ class ObserveConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.dashboard_port < 65536:
             raise ConfigError(f"observe.dashboard_port={self.dashboard_port}: expected 0 to 65535")
-        if twice := [str(name) for name in self.backends if self.backends.count(name) > 1]:
+        twice = [str(name) for name in self.backends if self.backends.count(name) > 1]
+        if twice:
             raise ConfigError(
                 f"observe.backends has {twice[0]!r} more than once: expected each name once"
             )

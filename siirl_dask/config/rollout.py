@@ -49,9 +49,9 @@ class RolloutConfig:
     are there already; ``auto``, which is vLLM if it is installed, else transformers; or
     ``module:NAME`` or ``file.py:NAME`` of an ``EngineSpec`` of your own."""
     process: bool = False
-    """Run the engine in a process of its own, which its worker starts and owns: what ends that
-    process does not end the worker, which starts another and asks it again. Samples do not
-    change."""
+    """Run the engine, or each of its ranks, in a process of its own, which its worker starts and
+    owns: what ends that process does not end the worker, which starts another and asks it again.
+    Samples do not change."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Options of an engine of your own, as its spec describes them, such as ``{rows: 8}``."""
     n: int = 8
@@ -91,9 +91,10 @@ class RolloutConfig:
     on with them. ``max_staleness`` bounds the age of a row's first token. Which weights sampled a
     token depends on time then; ``token_versions`` has it."""
     window: int = 0
-    """Prompts, over all workers, whose episodes a step may leave to the next one: it takes the
-    first groups that are whole, and the environments of the others stay open. A group that would
-    be older than ``max_staleness`` then is dropped, and begins again. 0: a step waits for all."""
+    """Prompts, over all workers, whose responses or episodes a step may leave to the next one: it
+    takes the first groups that are whole, and the others go on then, with environments that stay
+    open. A group that would be older than ``max_staleness`` then is dropped, and begins again. 0: a
+    step waits for all."""
     ledger: str | None = None
     """Table of samples of another run with ``window``, such as ``runs/first/rollouts``, whose
     choice of groups is repeated step by step; the clock decides nothing."""
@@ -145,8 +146,8 @@ class RolloutConfig:
         return self.n * (2 if self.window else self.steps_per_response)
 
     @property
-    def continues_episodes(self) -> bool:
-        """Whether episodes may go on in the next step."""
+    def continues_rows(self) -> bool:
+        """Whether responses and episodes may go on in the next step."""
         if self.partial:
             return True
         return self.window > 0
@@ -154,11 +155,9 @@ class RolloutConfig:
     @property
     def steps_per_response(self) -> int:
         """Most steps over which one response is generated."""
-        return (
-            -(-self.max_response_length // self.max_tokens_per_step)
-            if self.max_tokens_per_step
-            else 1
-        )
+        if self.max_tokens_per_step:
+            return -(-self.max_response_length // self.max_tokens_per_step)
+        return 1
 
     @property
     def cache_bytes(self) -> int:
@@ -166,7 +165,9 @@ class RolloutConfig:
         them; 0: not given.
         """
         size = self.vllm.kv_cache_memory
-        return parse_bytes("rollout.vllm.kv_cache_memory", size) if size else 0
+        if size:
+            return parse_bytes("rollout.vllm.kv_cache_memory", size)
+        return 0
 
     def __post_init__(self) -> None:
         at_least(
@@ -190,7 +191,8 @@ class RolloutConfig:
             raise ConfigError(f"rollout.top_p={self.top_p}: expected more than 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"rollout.min_p={self.min_p}: expected 0 to 1")
-        if negative := [token for token in self.stop_token_ids if token < 0]:
+        negative = [token for token in self.stop_token_ids if token < 0]
+        if negative:
             raise ConfigError(
                 f"rollout.stop_token_ids={self.stop_token_ids}: {negative[0]} is no token; "
                 "expected ids from 0"
@@ -220,8 +222,6 @@ class RolloutConfig:
         refused = {
             "router_replay=true": self.router_replay
             and "tokens of a response would have routes of several weights",
-            f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1
-            and "workers of one engine would have to load at the same step",
             f"sampler={self.sampler}": self.sampler is not Sampler.exact
             and "a row that goes on with new weights must draw as one that was continued",
             "weight_sync=broadcast": self.weight_sync is WeightSync.broadcast
@@ -245,11 +245,6 @@ class RolloutConfig:
         else:
             self._check_own_engine()
         size = self.tensor_parallel_size
-        if self.process and size > 1:
-            raise ConfigError(
-                f"rollout.process=true with rollout.tensor_parallel_size={size}: a process has an "
-                "engine of one rank; leave one of them out"
-            )
         self._check_sglang()
         self._check_server()
         if self.engine != Engine.transformers:
@@ -285,7 +280,8 @@ class RolloutConfig:
                 f"rollout.sampler=vllm: it is part of vLLM, and rollout.engine is {self.engine}; "
                 "take rollout.sampler=exact or rollout.engine=vllm"
             )
-        if others := changed_options("rollout.vllm", self.vllm):
+        others = changed_options("rollout.vllm", self.vllm)
+        if others:
             shown = ", ".join(f"{name}={value}" for name, value in others.items())
             raise ConfigError(
                 f"{shown}: only vLLM reads this, and rollout.engine is {self.engine}; leave it out "
@@ -297,11 +293,8 @@ class RolloutConfig:
         cannot do.
         """
         used = self.engine == Engine.sglang
-        if not used and self.sampler is Sampler.sglang:
-            raise ConfigError(
-                "rollout.sampler=sglang: it is part of SGLang, and rollout.engine is "
-                f"{self.engine}; take rollout.sampler=exact or rollout.engine=sglang"
-            )
+        if self.sampler is Sampler.sglang:
+            self._check_sampler_of_sglang()
         others = (
             changed_options("rollout.vllm", self.vllm)
             if used
@@ -309,7 +302,9 @@ class RolloutConfig:
         )
         if others:
             shown = ", ".join(f"{name}={value}" for name, value in others.items())
-            reader = "vLLM" if used else "SGLang"
+            reader = "SGLang"
+            if used:
+                reader = "vLLM"
             raise ConfigError(
                 f"{shown}: only {reader} reads this, and rollout.engine is {self.engine}; leave it "
                 f"out or take rollout.engine={reader.lower()}"
@@ -323,21 +318,29 @@ class RolloutConfig:
             and "an SGLang engine is on one worker here; leave it at 1, or take rollout.engine=vllm",
             "router_replay=true": self.router_replay
             and "no routes are recorded in SGLang here; leave it out, or take another engine",
-            f"min_p={self.min_p}": self.min_p > 0
-            and (
-                "SGLang's sampler does not take it together with seeds; leave it at 0, or take "
-                "another engine"
-            ),
-            f"top_k=1 and rollout.temperature={self.temperature}": self.top_k == 1
-            and self.temperature != 1
-            and (
-                "SGLang tells log-probs of temperature 1 there; give rollout.temperature=1, or "
-                "another top_k"
-            ),
         }
         for option, reason in refused.items():
             if reason:
                 raise ConfigError(f"rollout.engine=sglang with rollout.{option}: {reason}")
+
+    def _check_sampler_of_sglang(self) -> None:
+        """Raise ConfigError for SGLang's sampler with another engine, and for what it cannot do."""
+        if self.engine not in (Engine.sglang, Engine.server):
+            raise ConfigError(
+                "rollout.sampler=sglang: it is part of SGLang, and rollout.engine is "
+                f"{self.engine}; take rollout.sampler=exact, or rollout.engine=sglang or server"
+            )
+        if self.min_p > 0:
+            raise ConfigError(
+                f"rollout.sampler=sglang with rollout.min_p={self.min_p}: SGLang's sampler does "
+                "not take it together with seeds; leave it at 0, or take another engine"
+            )
+        if self.top_k == 1 and self.temperature != 1:
+            raise ConfigError(
+                "rollout.sampler=sglang with rollout.top_k=1 and "
+                f"rollout.temperature={self.temperature}: SGLang tells log-probs of temperature 1 "
+                "there; give rollout.temperature=1, or another top_k"
+            )
 
     def _check_server(self) -> None:
         """Raise ConfigError for options of servers with another engine, and for what servers lack
@@ -362,7 +365,8 @@ class RolloutConfig:
                 "rollout.engine=server: rollout.server.weights_folder is not set; expected a folder "
                 "that workers and servers see under the same path, through which new weights go"
             )
-        if unread := changed_options("rollout.vllm", self.vllm):
+        unread = changed_options("rollout.vllm", self.vllm)
+        if unread:
             shown = ", ".join(f"{name}={value}" for name, value in unread.items())
             raise ConfigError(
                 f"{shown}: rollout.engine=server does not start vLLM; give it to the server's own "
@@ -372,6 +376,8 @@ class RolloutConfig:
     def _check_replay(self) -> None:
         refused = {
             "partial=true": self.partial
+            and "tokens of a response would have routes of several weights",
+            f"window={self.window}": self.window > 0
             and "tokens of a response would have routes of several weights",
             f"draft_tokens={self.draft_tokens}": self.draft_tokens > 0
             and "routes are recorded a token at a time",
@@ -394,7 +400,9 @@ class RolloutConfig:
             )
         if self.max_tokens_per_step is not None:
             at_least("rollout", 1, max_tokens_per_step=self.max_tokens_per_step)
-        later_steps = 1 if self.window else self.steps_per_response - 1
+        later_steps = 1
+        if not self.window:
+            later_steps = self.steps_per_response - 1
         allowed = self.max_staleness - later_steps
         self.steps_ahead = allowed if self.steps_ahead is None else self.steps_ahead
         if not 0 <= self.steps_ahead <= allowed:

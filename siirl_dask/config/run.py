@@ -118,7 +118,8 @@ class ValidationConfig:
                 "are all the same; expected a temperature above 0, or validation.n=1"
             )
         self.k = sorted({*self.k} or {1, self.n})
-        if outside := [k for k in self.k if not 1 <= k <= self.n]:
+        outside = [k for k in self.k if not 1 <= k <= self.n]
+        if outside:
             raise ConfigError(
                 f"validation.k={self.k}: {outside[0]} of validation.n={self.n} samples; expected 1 "
                 "to n"

@@ -394,7 +394,8 @@ class TrainerConfig:
             "park": self.park,
             "visual_lr": self.visual_lr is not None,
         }
-        if conflicts := [f"trainer.{name}" for name, value in others.items() if value]:
+        conflicts = [f"trainer.{name}" for name, value in others.items() if value]
+        if conflicts:
             raise ConfigError(
                 f"trainer.backend=megatron: it does not go together with {', '.join(conflicts)}; "
                 "leave one out"
@@ -412,7 +413,8 @@ class TrainerConfig:
             "lora.rank": self.lora.rank,
             "optimizer=muon": self.optimizer == OptimizerName.muon,
         }
-        if conflicts := [f"trainer.{name}" for name, value in others.items() if value]:
+        conflicts = [f"trainer.{name}" for name, value in others.items() if value]
+        if conflicts:
             raise ConfigError(
                 f"trainer.fsdp.tensor_parallel={self.fsdp.tensor_parallel}: it does not go "
                 f"together with {', '.join(conflicts)}; leave one out"

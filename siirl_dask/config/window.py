@@ -25,14 +25,14 @@ def check_window(rollout: RolloutConfig, batch_size: int, minibatches: int) -> N
     if rollout.partial:
         raise ConfigError(
             f"rollout.window={rollout.window} with rollout.partial=true: one of them decides where "
-            "an episode stops, the first groups that are whole or a number of tokens; leave one of "
-            "them out"
+            "a row stops, the first groups that are whole or a number of tokens; leave one of them "
+            "out"
         )
-    if rollout.in_flight:
+    if rollout.in_flight and rollout.ledger is not None:
         raise ConfigError(
-            f"rollout.window={rollout.window} with rollout.in_flight=true: a ledger has the groups "
-            "of a step, and not the time at which weights were loaded, so that it would repeat "
-            "other rows; leave one of them out"
+            f"rollout.ledger={rollout.ledger!r} with rollout.in_flight=true: a ledger has the "
+            "groups of a step, and not the time at which weights were loaded, so that other rows "
+            "would be made; leave one of them out"
         )
     most = batch_size - minibatches
     if rollout.window > most:

@@ -6,12 +6,78 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from hashlib import blake2b
+from math import isnan, nan
 from typing import Any, Generic, Protocol, TypeVar
 
-from siirl_dask.context.abilities import Sleeps, memory_of
-from siirl_dask.context.device import Device, Rank
-from siirl_dask.context.metrics import Metric, Reduce
+from siirl_dask.context.device import Device, Rank, Sleeps, memory_of
+
+
+class Reduce(StrEnum):
+    """Reduction of the values that all workers logged under one name to the step's number."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    STD = "std"
+
+
+@dataclass(slots=True)
+class Metric:
+    """A mergeable summary of logged values; ``reduce`` chooses the number that it yields."""
+
+    reduce: Reduce
+    weight: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+    low: float = float("inf")
+    high: float = float("-inf")
+
+    def add(self, value: float, weight: float = 1.0) -> None:
+        """Add a value."""
+        self.weight += weight
+        self.total += weight * value
+        self.squares += weight * value * value
+        self._stretch(value, value)
+
+    def merge(self, other: Metric) -> None:
+        """Add the values that another worker logged under the same name. ValueError if its
+        reducer differs.
+        """
+        if other.reduce is not self.reduce:
+            raise ValueError(
+                f"logged with reducer {self.reduce} and with {other.reduce}: choose one"
+            )
+        self.weight += other.weight
+        self.total += other.total
+        self.squares += other.squares
+        self._stretch(other.low, other.high)
+
+    def _stretch(self, low: float, high: float) -> None:
+        bad = any(map(isnan, (low, high, self.low, self.high)))  # min() and max() would hide a nan
+        self.low = nan if bad else min(self.low, low)
+        self.high = nan if bad else max(self.high, high)
+
+    @property
+    def value(self) -> float | None:
+        """The reduced number; None if nothing was logged, as with empty partitions everywhere."""
+        if self.weight == 0:
+            return None
+        match self.reduce:
+            case Reduce.MEAN:
+                return self.total / self.weight
+            case Reduce.SUM:
+                return self.total
+            case Reduce.MAX:
+                return self.high
+            case Reduce.MIN:
+                return self.low
+            case Reduce.STD:
+                mean = self.total / self.weight
+                return float(max(self.squares / self.weight - mean * mean, 0.0) ** 0.5)
+
 
 _I = TypeVar("_I")
 _R = TypeVar("_R")
@@ -152,8 +218,8 @@ class Context:
     skip_nonfinite: bool = False
     """Whether an optimizer step on numbers that are not finite is left out
     (``run.on_nan=skip``), or ends the run."""
-    put_aside: Callable[[Any], str | None] = _keeps_nothing
-    """``put_aside(rows)`` writes a table, for people to look at, as this worker's part of
+    dump_nonfinite: Callable[[Any], str | None] = _keeps_nothing
+    """``dump_nonfinite(rows)`` writes a table, for people to look at, as this worker's part of
     ``nonfinite-NODE`` in the run's folder, and returns the folder of the step; None where it was
     not written. Each call replaces the one before.
     """
@@ -221,19 +287,20 @@ class Context:
         own name as well.
         """
         given = [values] if isinstance(values, (int, float)) else list(values)
+        names = []
         if self.agent:
-            self._log(f"{self.agent}/{name}", given, reduce, weight)
+            names.append(f"{self.agent}/{name}")
         if not self.agent or name in TOTALS:
-            self._log(name, given, reduce, weight)
-
-    def _log(self, name: str, values: Iterable[float], reduce: Reduce, weight: float) -> None:
-        metric = self.metrics.setdefault(name, Metric(reduce))
-        if metric.reduce is not reduce:
-            raise ValueError(
-                f"metric {name!r} was logged with reducer {metric.reduce} and now with {reduce}"
-            )
-        for value in values:
-            metric.add(float(value), weight)
+            names.append(name)
+        for logged in names:
+            metric = self.metrics.setdefault(logged, Metric(reduce))
+            if metric.reduce is not reduce:
+                raise ValueError(
+                    f"metric {logged!r} was logged with reducer {metric.reduce} and now with "
+                    f"{reduce}"
+                )
+            for value in given:
+                metric.add(float(value), weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,4 +319,6 @@ class Codec(Generic[_I, _R]):
 
     def of_message(self) -> Codec[_I, _R]:
         """Return the codec of one message's items, packed or read in the message's order."""
-        return self if self.renewed is None else self.renewed()
+        if self.renewed is None:
+            return self
+        return self.renewed()

@@ -1,11 +1,14 @@
-"""The device that a worker computes on, and its rank among the workers of a role."""
+"""The device that a worker computes on, its rank among the workers of a role, and the abilities
+that the object of a role may have.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakValueDictionary
 
 from siirl_dask.devices import DeviceKind
@@ -66,7 +69,9 @@ class Device:
     """To be called, from any thread, whenever something got done: a sample, a micro-batch, a row.
     Silence of all workers for ``cluster.stall_timeout`` ends a run, and no step is too long."""
     stage: Callable[[str], AbstractContextManager[object]] = field(
-        default=nullcontext, compare=False, repr=False
+        default=nullcontext,
+        compare=False,
+        repr=False,
     )
     """``with device.stage("the loading of weights"):`` names a part of what a role's build does,
     for those who wait."""
@@ -74,7 +79,9 @@ class Device:
     """Makes it the current device of the calling thread, which a thread that a role starts must
     do itself."""
     waiting: Callable[[], AbstractContextManager[object]] = field(
-        default=nullcontext, compare=False, repr=False
+        default=nullcontext,
+        compare=False,
+        repr=False,
     )
     """``with device.waiting():`` says that what is inside waits for other workers, as a collective
     does. The run's trace tells it from computing."""
@@ -82,7 +89,9 @@ class Device:
     """To be called with the number of requests that this worker's engine has under way, when it
     changes."""
     engine_cache: Callable[[float, int], None] = field(
-        default=_ignore_cache, compare=False, repr=False
+        default=_ignore_cache,
+        compare=False,
+        repr=False,
     )
     """``engine_cache(used, waiting)``: to be called by an engine whose KV cache is bounded with the
     share of it that is in use, and with the number of its requests that wait for room in it."""
@@ -93,7 +102,9 @@ class Device:
     models: Mapping[str, RemoteModel] = field(default_factory=dict, compare=False, repr=False)
     """Models at URLs, by URL, as they were when the run began: see ``siirl_dask.models.cache``."""
     held: MutableMapping[Hashable, Any] = field(
-        default_factory=WeakValueDictionary, compare=False, repr=False
+        default_factory=WeakValueDictionary,
+        compare=False,
+        repr=False,
     )
     """Objects that several roles of this worker hold together; gone when none of them does any
     more: see ``shared``."""
@@ -110,7 +121,9 @@ class Device:
     @property
     def torch_name(self) -> str:
         """Name of the device for torch, such as ``cuda:0``."""
-        return "cpu" if self.kind is DeviceKind.CPU else f"{self.kind}:{self.index}"
+        if self.kind is DeviceKind.CPU:
+            return "cpu"
+        return f"{self.kind}:{self.index}"
 
     def shared(self, name: Hashable, make: Callable[[], _S]) -> _S:
         """Return the object that roles of this worker hold together by ``name``; the first to
@@ -163,3 +176,81 @@ class HoldsNoGroups:
         """Go on with ``rank``, which has other process groups; in an elastic run also another
         number, or more ranks or fewer beside it.
         """
+
+
+@runtime_checkable
+class Sleeps(Protocol):
+    """An object that frees memory of the device while others compute there, and wakes by itself
+    when it is used.
+    """
+
+    def sleep(self, *, weights_follow: bool = False) -> None:
+        """Free device memory. With ``weights_follow`` the next call loads weights or adapters:
+        nothing but what that needs must be kept. An object that gets no weights of others is never
+        called with it.
+        """
+        ...
+
+
+@runtime_checkable
+class SharesMemory(Protocol):
+    """An object whose memory is that of another, which several roles of the worker have in
+    common.
+    """
+
+    @property
+    def shared(self) -> Any:
+        """The object in common. Those with the same one stay awake together."""
+        ...
+
+
+@runtime_checkable
+class KeepsGroups(Protocol):
+    """An object that the next launch of a run can reuse, with other process groups: see
+    ``HoldsNoGroups``.
+    """
+
+    def leave_groups(self) -> bool:
+        """Leave the process groups of the rank; return whether the object can go on with those
+        of another rank.
+        """
+        ...
+
+    def join_groups(self, rank: Rank) -> None:
+        """Go on with ``rank``, which has other process groups."""
+        ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """An object that holds memory or processes until it is closed."""
+
+    def close(self) -> None:
+        """Free what the object holds; it cannot be used any more."""
+        ...
+
+
+class StandIn(ABC):
+    """An object that stands for another, which is built when it is needed."""
+
+    @abstractmethod
+    def built(self) -> Any:
+        """Return the other object, which is built now if it is not yet."""
+
+
+def behind(resource: Any) -> Any:
+    """Return the object whose abilities are to be looked for: a resource itself, or what it
+    stands for, built now.
+    """
+    if isinstance(resource, StandIn):
+        return resource.built()
+    return resource
+
+
+def memory_of(resource: Any) -> Any:
+    """Return the object whose memory a resource takes: itself, or what it has in common with
+    others.
+    """
+    if isinstance(resource, SharesMemory):
+        return resource.shared
+    return resource

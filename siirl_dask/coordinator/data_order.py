@@ -62,7 +62,11 @@ class GlobalOrder:
     """
 
     def __init__(
-        self, sizes: Sequence[int], batch_size: int, seed: int | None, known_rows: int = KNOWN_ROWS
+        self,
+        sizes: Sequence[int],
+        batch_size: int,
+        seed: int | None,
+        known_rows: int = KNOWN_ROWS,
     ) -> None:
         self._sizes = np.asarray(sizes, dtype=np.int64)
         self._seed = seed
@@ -115,35 +119,25 @@ class GlobalOrder:
         """Return the row group of prompt ``number``, and rows of it that its stream has from
         there on.
         """
-        epoch, index, slot = self._place(number)
+        epoch, within_epoch = divmod(number, self._rows)
+        epoch_step, stream = divmod(within_epoch, len(self._streams))
+        stream_start, stream_end = self._streams[stream]
+        index = stream_start + epoch_step  # in the epoch's order
         groups, starts = self._epoch(epoch)
+        slot = int(np.searchsorted(starts, index, side="right")) - 1
         group = int(groups[slot])
         start = int(starts[slot])
-        stream = self.stream(number)
         window = self._windows.get(stream)
         if (
             window is None
             or window.epoch != epoch
             or not window.first <= index < window.first + len(window.rows)
         ):
-            _, stream_end = self._streams[stream]
             end = min(index + self._window_rows, stream_end, start + int(self._sizes[group]))
             rows = self._within(epoch, group)[index - start : end - start]
             window = _Window(epoch, first=index, rows=rows.astype(np.int64))
             self._windows[stream] = window
         return group, window.rows[index - window.first :]
-
-    def _place(self, number: int) -> tuple[int, int, int]:
-        """Return the epoch of prompt ``number``, its index in the epoch's order, and its
-        group's.
-        """
-        epoch, within_epoch = divmod(number, self._rows)
-        epoch_step, stream = divmod(within_epoch, len(self._streams))
-        stream_start, _ = self._streams[stream]
-        index = stream_start + epoch_step
-        _, group_starts = self._epoch(epoch)
-        slot = int(np.searchsorted(group_starts, index, side="right")) - 1
-        return epoch, index, slot
 
     def _shuffled_groups(self, epoch: int) -> tuple[Ints, Ints]:
         """Return the row groups in this epoch's order, and the global index of each one's first
@@ -288,7 +282,8 @@ def _streams(weights: Sequence[Fraction], batch_size: int) -> list[int]:
     """Return how many of ``batch_size`` streams each source gets by its weight, at least one."""
     exact = [batch_size * weight / sum(weights) for weight in weights]
     streams = [max(1, int(part)) for part in exact]
-    by_rest = sorted(range(len(exact)), key=lambda source: int(exact[source]) - exact[source])
+    rests = [part - int(part) for part in exact]
+    by_rest = sorted(range(len(exact)), key=lambda source: -rests[source])
     for source in by_rest[: max(0, batch_size - sum(streams))]:
         streams[source] += 1
     return streams

@@ -184,15 +184,21 @@ class _TableReader:
         self._origins = _origins(snapshot)
 
     def read(
-        self, rows: Sequence[RowPosition], following: Sequence[Ints], schema: pa.Schema
+        self,
+        rows: Sequence[RowPosition],
+        following: Sequence[Ints],
+        schema: pa.Schema,
     ) -> dict[str, pa.Array | pa.ChunkedArray]:
         """Return columns of the rows by name: their place in the table, and those of ``schema``.
 
         A column that the table does not have is null. ``following`` as for ``RowReader.read``.
         """
         origins = [self._origins[row.group] for row in rows]
-        parts = [part for part, _ in origins]
-        numbers = [first + row.row for row, (_, first) in zip(rows, origins, strict=True)]
+        parts = []
+        numbers = []
+        for row, (part, first) in zip(rows, origins, strict=True):
+            parts.append(part)
+            numbers.append(first + row.row)
         columns: dict[str, pa.Array | pa.ChunkedArray] = {
             DATA_PART: pa.array(parts, TYPES[DATA_PART]),
             DATA_ROW: pa.array(numbers, TYPES[DATA_ROW]),
@@ -208,10 +214,13 @@ class _TableReader:
         if names:
             table = self._rows.read(rows, following, names)
         for name, path in paths.items():
-            if table is not None and path.split(".")[0] in names:
-                columns[name] = _extract(table, path)
-            else:
+            first, *rest = path.split(".")  # into the structs of the table
+            if table is None or first not in names:
                 columns[name] = pa.nulls(len(rows), schema.field(name).type)
+            elif rest:
+                columns[name] = pc.struct_field(table[first], rest)
+            else:
+                columns[name] = table[first]
         return columns
 
 
@@ -245,11 +254,3 @@ def _origins(snapshot: Snapshot) -> list[tuple[int, int]]:
         origins.append((index[group.part], before[group.part]))
         before[group.part] += group.rows
     return origins
-
-
-def _extract(table: pa.Table, path: str) -> pa.ChunkedArray:
-    """Return the column at a dotted path into the structs of a table."""
-    first, *rest = path.split(".")
-    if not rest:
-        return table[first]
-    return pc.struct_field(table[first], rest)

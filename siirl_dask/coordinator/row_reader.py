@@ -97,7 +97,10 @@ class RowReader:
         self._read_bytes = 1 + _UNPACKED * file_bytes_of_row
 
     def read(
-        self, rows: Sequence[RowPosition], following: Sequence[Ints], columns: tuple[str, ...]
+        self,
+        rows: Sequence[RowPosition],
+        following: Sequence[Ints],
+        columns: tuple[str, ...],
     ) -> pa.Table:
         """Return ``columns`` of the rows, in their order, with offsets of 64 bits.
 
@@ -146,7 +149,9 @@ class RowReader:
             held = self._read(demand)
         self._held[key] = held  # at the end: the dict's order is that of use
         self._held_bytes += held.nbytes
-        self._shrink()
+        while self._held_bytes > self._keep and self._held:  # what was not used for longest goes
+            oldest = next(iter(self._held))
+            self._held_bytes -= self._held.pop(oldest).nbytes
         return held
 
     def _read(self, demand: _Demand) -> _HeldRows:
@@ -167,7 +172,11 @@ class RowReader:
     def _decode(self, group: RowGroup, columns: tuple[str, ...], rows: Ints) -> pa.Table:
         try:
             table = self._snapshot.read_row_group(
-                group, columns, rows=rows.tolist(), max_bytes=self._limit, footers=self._footers
+                group,
+                columns,
+                rows=rows.tolist(),
+                max_bytes=self._limit,
+                footers=self._footers,
             )
         except TooLarge as error:
             raise too_large(
@@ -190,12 +199,6 @@ class RowReader:
                 self._limit,
             )
         return table.combine_chunks()
-
-    def _shrink(self) -> None:
-        """Drop what was not used for longest, until the rest fits the budget."""
-        while self._held and self._held_bytes > self._keep:
-            oldest = next(iter(self._held))
-            self._held_bytes -= self._held.pop(oldest).nbytes
 
 
 def too_large(dataset: str, what: str, nbytes: int, limit: int) -> DataError:

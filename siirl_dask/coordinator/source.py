@@ -12,7 +12,7 @@ import pyarrow as pa
 from siirl_storage import Snapshot, StorageError, TableNotFound, list_files, open_fs, open_table
 
 from siirl_dask.config import DataConfig, parse_bytes
-from siirl_dask.coordinator.transport.frames import check_types
+from siirl_dask.coordinator.transport.messages import check_types
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
 from siirl_dask.schema import (
     ANSWER,
@@ -222,7 +222,12 @@ def _unhidden(names: Iterable[str]) -> list[str]:
     """Return names of files without those that tools hide: with a step that begins with _ or a
     dot.
     """
-    return [name for name in names if not any(step[:1] in ("_", ".") for step in name.split("/"))]
+    shown = []
+    for name in names:
+        steps = name.split("/")
+        if not any(step.startswith(("_", ".")) for step in steps):
+            shown.append(name)
+    return shown
 
 
 def refuse_text(url: str) -> None:
@@ -285,7 +290,8 @@ def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
     fields = {name: TYPES[name] for name in _OWN}
     paths = {PROMPT: source.prompt, ANSWER: source.answer}
     fields |= {
-        name: with_large_offsets(_column_type(schema, path, source)) for name, path in paths.items()
+        name: with_large_offsets(_column_type(schema, path, source, f"data.{name}"))
+        for name, path in paths.items()
     }
     for field in schema:
         if field.name in _OWN:
@@ -298,7 +304,10 @@ def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
     return loaded
 
 
-def _column_type(schema: pa.Schema, path: str, source: Source) -> pa.DataType:
+def _column_type(schema: pa.Schema, path: str, source: Source, key: str) -> pa.DataType:
+    """Return the type of the column that ``key`` of the configuration names. DataError if there is
+    none.
+    """
     kind = pa.struct(list(schema))
     for name in path.split("."):
         if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
@@ -306,7 +315,7 @@ def _column_type(schema: pa.Schema, path: str, source: Source) -> pa.DataType:
             within = f": no {name!r}" if "." in path else ""
             raise DataError(
                 f"dataset {source.url!r} has no column {path!r}{within} (there is: {known})"
-                f"{did_you_mean(name, known)}"
+                f"{did_you_mean(name, known)}; {key} names it"
             )
         kind = kind.field(name).type
     return kind

@@ -44,8 +44,15 @@ def steps_of(path: str) -> list[Step]:
             if number:
                 steps.append(int(number))
             else:
-                steps.append(slice(int(start) if start else None, int(stop) if stop else None))
+                steps.append(slice(_end_of(start), _end_of(stop)))
     return steps
+
+
+def _end_of(text: str) -> int | None:
+    """Return one end of a slice as it is written; None for one that is left out."""
+    if not text:
+        return None
+    return int(text)
 
 
 def type_at(schema: pa.Schema, path: str, name: str) -> pa.DataType:
@@ -63,13 +70,18 @@ def type_at(schema: pa.Schema, path: str, name: str) -> pa.DataType:
                     f"{name!r} has no column {path!r}: what is before the brackets holds {kind}, "
                     "no list"
                 )
-            kind = kind.value_type if isinstance(step, int) else kind
+            if isinstance(step, int):
+                kind = kind.value_type
             continue
         while is_list(kind):
             kind = kind.value_type
-        known = [one.name for one in kind] if pa.types.is_struct(kind) else []
+        known = []
+        if pa.types.is_struct(kind):
+            known = [one.name for one in kind]
         if step not in known:
-            within = f": no {step!r}" if len(steps) > 1 else ""
+            within = ""
+            if len(steps) > 1:
+                within = f": no {step!r}"
             raise DataError(
                 f"{name!r} has no column {path!r}{within} (there is: "
                 f"{', '.join(known) or kind}){did_you_mean(step, known)}"
@@ -111,7 +123,9 @@ def _type_behind(kind: pa.DataType, steps: Sequence[Step]) -> pa.DataType:
 
 
 def _list_of(kind: pa.DataType, value: pa.DataType) -> pa.DataType:
-    return pa.large_list(value) if pa.types.is_large_list(kind) else pa.list_(value)
+    if pa.types.is_large_list(kind):
+        return pa.large_list(value)
+    return pa.list_(value)
 
 
 def _values(array: pa.Array, steps: Sequence[Step]) -> pa.Array:
@@ -131,7 +145,9 @@ def _values(array: pa.Array, steps: Sequence[Step]) -> pa.Array:
 def _item(array: pa.Array, number: int) -> pa.Array:
     """Return item ``number`` of each list, null where a list has none."""
     lengths = _lengths(array)
-    places = np.full(len(lengths), number) if number >= 0 else lengths + number
+    places = np.full(len(lengths), number)
+    if number < 0:  # counted from the end of each list
+        places = lengths + number
     absent = (places < 0) | (places >= lengths)
     begins = np.cumsum(lengths) - lengths
     return array.flatten().take(pa.array(begins + places, pa.int64(), mask=absent))
@@ -167,8 +183,10 @@ def _lengths(array: pa.Array) -> Ints:
 
 def _with_items(array: pa.Array, lengths: Ints, items: pa.Array) -> pa.Array:
     """Return lists of these lengths with other items, null where ``array`` is."""
-    large = pa.types.is_large_list(array.type)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    make = pa.LargeListArray if large else pa.ListArray
-    kind = pa.int64() if large else pa.int32()
+    make = pa.ListArray
+    kind = pa.int32()
+    if pa.types.is_large_list(array.type):
+        make = pa.LargeListArray
+        kind = pa.int64()
     return make.from_arrays(pa.array(offsets, kind), items, mask=array.is_null())

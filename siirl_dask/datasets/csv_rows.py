@@ -14,8 +14,8 @@ from operator import itemgetter
 from fsspec import AbstractFileSystem
 from siirl_storage import full_name
 
-from siirl_dask.datasets.json_rows import LARGEST_ROW, open_text
-from siirl_dask.errors import DataError
+from siirl_dask.datasets.json_rows import LARGEST_ROW, not_utf8, open_text
+from siirl_dask.errors import DataError, counted
 
 Columns = list[list[str | None]]
 _CHUNK = (
@@ -41,7 +41,7 @@ def read_csv_columns(fs: AbstractFileSystem, path: str, separator: str) -> Itera
                 yield from reader.add(decoder.decode(data))
             yield from reader.add(decoder.decode(b"", final=True), last=True)
         except UnicodeDecodeError as error:
-            raise reader.wrong(f"{error}") from error
+            raise reader.wrong(not_utf8(error)) from error
 
 
 class _CsvReader:
@@ -59,7 +59,9 @@ class _CsvReader:
     def add(self, text: str, *, last: bool = False) -> Iterator[Columns]:
         """Yield the rows that end in what has been read."""
         self._text += text
-        end = len(self._text) if last else self._end_of_rows()
+        end = len(self._text)
+        if not last:
+            end = self._end_of_rows()
         if end:
             yield self._columns_of(self._text[:end])
             self._text = self._text[end:]
@@ -106,7 +108,10 @@ class _CsvReader:
         return [_cells(quoted[number::count], plain[number::count]) for number in range(count)]
 
     def _without_empty_lines(
-        self, fields: list[_Field], ends: list[int], count: int
+        self,
+        fields: list[_Field],
+        ends: list[int],
+        count: int,
     ) -> list[_Field]:
         """Return the fields of lines that have any. DataError for a row that does not have
         ``count``.
@@ -120,7 +125,8 @@ class _CsvReader:
             elif len(row) > 1 or row[0][0] or row[0][1]:
                 line = self._line + _lines("".join(map("".join, fields[:end]))) - 1
                 raise self.wrong(
-                    f"the row that ends here has {len(row)} fields, and the first {count}", line
+                    f"the row that ends here has {counted(len(row), 'field')}, and the first {count}",
+                    line,
                 )
             first = end
         return kept

@@ -38,7 +38,9 @@ class EcosystemRows:
             raise DataError(f"{name.spelled!r}: chat={self._is_chat!r}: expected true or false")
         self._name = EcosystemName(name.spelled, name.package, name.id, options)
         self._adapter = adapter_of(name)
-        self._size = self._adapter.ROWS if size is None else size
+        if size is None:
+            size = self._adapter.ROWS
+        self._size = size
         first = next(self._rows(), None)
         if first is None:
             raise DataError(f"{name.spelled!r} has no rows: expected at least one")
@@ -69,7 +71,9 @@ class EcosystemRows:
         return {**row, "prompt": self._prompt(row["prompt"])}
 
     def _prompt(self, prompt: Any) -> object:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = prompt
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
         texts = [str(message["content"]) for message in messages]
         texts[0] = self._before + texts[0]
         if not self._is_chat:

@@ -20,6 +20,7 @@ from siirl_dask.datasets.table_writer import TableWriter
 from siirl_dask.datasets.text_files import TypesChanged
 from siirl_dask.datasets.token_lengths import TokenLengths, extended
 from siirl_dask.errors import ConfigError, DataError, UserError, did_you_mean
+from siirl_dask.schema import decoded
 from siirl_dask.wording import redacted
 
 ROW_GROUP_BYTES = 2**24
@@ -210,7 +211,8 @@ def check_prompts(schema: pa.Schema, prompt: str, name: str) -> None:
 
 
 def is_prompt(kind: pa.DataType) -> bool:
-    """Return whether values of a type are texts, or lists of chat messages."""
+    """Return whether values of a type are texts, or lists of chat messages, in whatever layout."""
+    kind = decoded(kind)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return _is_message(kind.value_type)
     if pa.types.is_large_string(kind):
@@ -233,7 +235,8 @@ def _with_own_columns(request: ImportRequest, schema: pa.Schema) -> pa.Schema:
             raise ConfigError(
                 f"column {name!r} is there already: choose another name for the one that is added"
             )
-        schema = schema if name is None else schema.append(pa.field(name, kind))
+        if name is not None:
+            schema = schema.append(pa.field(name, kind))
     return schema
 
 
@@ -242,13 +245,19 @@ def _destination_table(request: ImportRequest) -> Snapshot | None:
 
     DataError for a table that is there and is not appended to, or a URL that cannot be opened.
     """
+    if not request.to.strip():
+        raise DataError(
+            f"DEST={request.to!r}: expected the place of a table, which is not there yet"
+        )
     with destination(request.to):
         try:
             there = open_table(request.to)
         except TableNotFound:
             return None
         if not request.append or there.version is None:
-            what = "files of a dataset are" if there.version is None else "a table is"
+            what = "a table is"
+            if there.version is None:
+                what = "files of a dataset are"
             raise DataError(
                 f"{what} at {request.to!r} already: choose another DEST, remove it, or --append to "
                 "a table"
@@ -265,4 +274,6 @@ def _token_lengths(request: ImportRequest, there: Snapshot | None, rows: int) ->
         return {}
     found = TokenLengths(prompts.column, prompts.prompt, prompts.tokenizer, rows)
     known = extended(found, there)
-    return {} if known is None else known.as_properties()
+    if known is None:
+        return {}
+    return known.as_properties()

@@ -20,7 +20,6 @@ from glob import escape, has_magic
 
 import pyarrow as pa
 from fsspec import AbstractFileSystem
-from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import (
     Snapshot,
     StorageError,
@@ -50,6 +49,7 @@ _RECORDS = (
     "dataset_dict.json",
     "config.json",
 )
+_MODEL_FILES = (".safetensors", "tokenizer_config.json")
 _ARROW_FILE = b"ARROW1"  # the first bytes of Arrow's file format; its streams have none
 
 
@@ -94,7 +94,7 @@ class InputRows:
     not."""
     json: JsonFiles | None = None
     skipped: tuple[str, ...] = ()
-    """Files that its source names beside it, and that are of no kind that is read."""
+    """Other files that its source names, whose kind is not read."""
 
     def settled(self) -> InputRows:
         """Return it with the schema that all rows have."""
@@ -107,7 +107,9 @@ class InputRows:
         """Return texts for the user on what is not read, and on how the values were read, once all
         are.
         """
-        texts = [] if self.json is None else list(self.json.remarks)
+        texts = []
+        if self.json is not None:
+            texts = list(self.json.remarks)
         if self.skipped:
             texts.append(
                 f"{counted(len(self.skipped), 'file')}, such as {self.skipped[0]!r}, "
@@ -126,6 +128,8 @@ def open_inputs(source: str, separator: str | None = None) -> list[InputRows]:
     called .tsv. DataError when there is nothing, when it is unclear what is meant, or when it
     cannot be read.
     """
+    if not source.strip():
+        raise DataError(f"{source!r} names no source: expected a file, a folder or a table")
     name = ecosystem_name(source)
     if name is not None:
         rows = EcosystemRows(name)
@@ -149,7 +153,7 @@ def open_inputs(source: str, separator: str | None = None) -> list[InputRows]:
             }
             known = {name: kind for name, kind in files.items() if kind}
             opened = _open_files(source, fs, known, separator)
-            return _beside(opened, [name for name in files if name not in known])
+            return _with_skipped(opened, [name for name in files if name not in known])
         if fs.isfile(path):
             kind = kind_of(path)
             if kind is None:
@@ -185,20 +189,14 @@ def exists(url: str) -> bool:
 
 
 def kind_of(name: str) -> InputKind | None:
-    """Return the kind of file that ``name`` ends for; None for none."""
-    stem = name.lower()
-    end = name.lower().rpartition(".")[2]
-    if f".{end}" in _COMPRESSED:
-        kind = next(
-            (
-                kind
-                for ending, kind in _ENDINGS.items()
-                if stem.removesuffix(f".{end}").endswith(ending)
-            ),
-            None,
-        )
-        return kind if kind in (InputKind.JSON, InputKind.CSV) else None
-    return next((kind for ending, kind in _ENDINGS.items() if stem.endswith(ending)), None)
+    """Return the kind of a file by the end of its name; None for one that is not read."""
+    lower = name.lower()
+    compression = next((ending for ending in _COMPRESSED if lower.endswith(ending)), "")
+    stem = lower.removesuffix(compression)
+    kind = next((kind for ending, kind in _ENDINGS.items() if stem.endswith(ending)), None)
+    if compression and kind not in (InputKind.JSON, InputKind.CSV):
+        return None
+    return kind
 
 
 @contextmanager
@@ -235,18 +233,19 @@ def _nearest(fs: AbstractFileSystem, path: str) -> str:
 
 
 def _open_folder(
-    source: str, fs: AbstractFileSystem, path: str, separator: str | None
+    source: str,
+    fs: AbstractFileSystem,
+    path: str,
+    separator: str | None,
 ) -> list[InputRows]:
     files = list_files(fs, path)
     if any(re.fullmatch(r"_snapshots/\d{6,}\.json", name) for name in files):
         return [_open_table(source, source)]
     if "dataset_dict.json" in files:
         splits = _record(fs, f"{path}/dataset_dict.json").get("splits")
-        names = (
-            ", ".join(join(source, str(split)) for split in splits)
-            if isinstance(splits, list)
-            else "its folders"
-        )
+        names = "its folders"
+        if isinstance(splits, list):
+            names = ", ".join(join(source, str(split)) for split in splits)
         raise DataError(f"{source!r} holds the splits of a dataset: name one of {names}")
     if "state.json" in files and "dataset_info.json" in files:
         listed = _saved_files(source, _record(fs, f"{path}/state.json"))
@@ -255,6 +254,10 @@ def _open_folder(
             fs,
             {f"{path.rstrip('/')}/{name}": InputKind.ARROW for name in listed},
             separator,
+        )
+    if "config.json" in files and any(name.endswith(_MODEL_FILES) for name in files):
+        raise DataError(
+            f"{source!r} holds a model, and no rows: expected a file or a folder of a dataset"
         )
     kinds = {
         name: kind for name in sorted(files) if not _is_hidden(name) and (kind := kind_of(name))
@@ -272,15 +275,15 @@ def _open_folder(
         )
     if set(kinds.values()) == {InputKind.PARQUET}:
         # with columns from the names of folders
-        return _beside([_open_table(source, source)], skipped)
+        return _with_skipped([_open_table(source, source)], skipped)
     opened = _open_files(
         source, fs, {f"{path.rstrip('/')}/{name}": kind for name, kind in kinds.items()}, separator
     )
-    return _beside(opened, skipped)
+    return _with_skipped(opened, skipped)
 
 
-def _beside(opened: list[InputRows], skipped: Sequence[str]) -> list[InputRows]:
-    """Return inputs, the first of which remarks on files that are not read."""
+def _with_skipped(opened: list[InputRows], skipped: Sequence[str]) -> list[InputRows]:
+    """Return inputs whose first one remarks on files that are not read."""
     first, *others = opened
     return [replace(first, skipped=tuple(sorted(skipped))), *others]
 
@@ -290,7 +293,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _record(fs: AbstractFileSystem, path: str) -> dict[str, object]:
-    """Return one of the JSON objects in which a saved dataset tells about itself."""
+    """Return one of the JSON objects that describe a saved dataset."""
     if int(fs.info(path)["size"]) > _LARGEST_RECORD:
         raise DataError(
             f"{full_name(fs, path)} is larger than {_LARGEST_RECORD} bytes: it is no record of a "
@@ -307,7 +310,9 @@ def _record(fs: AbstractFileSystem, path: str) -> dict[str, object]:
 def _saved_files(source: str, state: dict[str, object]) -> list[str]:
     """Return the data files that a saved dataset lists, in its order."""
     listed = state.get("_data_files")
-    entries = listed if isinstance(listed, list) else []
+    entries = []
+    if isinstance(listed, list):
+        entries = listed
     named = [entry.get("filename") for entry in entries if isinstance(entry, dict)]
     names = [name for name in named if isinstance(name, str) and is_below(name)]
     if not names or len(names) < len(entries):
@@ -318,7 +323,10 @@ def _saved_files(source: str, state: dict[str, object]) -> list[str]:
 
 
 def _open_files(
-    source: str, fs: AbstractFileSystem, kinds: dict[str, InputKind], separator: str | None
+    source: str,
+    fs: AbstractFileSystem,
+    kinds: dict[str, InputKind],
+    separator: str | None,
 ) -> list[InputRows]:
     """Open files of one kind, given their paths on ``fs``."""
     present = sorted(set(kinds.values()))
@@ -358,13 +366,18 @@ def _open_files(
 def _open_csv(source: str, fs: AbstractFileSystem, separator: str | None, path: str) -> InputRows:
     schema, batches = open_csv(fs, path, separator)
     return InputRows(
-        full_name(fs, path), source, schema=schema, rows=None, snapshot=None, batches=batches
+        full_name(fs, path),
+        source,
+        schema=schema,
+        rows=None,
+        snapshot=None,
+        batches=batches,
     )
 
 
 def _open_file(source: str, fs: AbstractFileSystem, path: str) -> InputRows:
     """Open one Parquet or Arrow file."""
-    url = path if isinstance(fs, LocalFileSystem) else str(fs.unstrip_protocol(path))
+    url = full_name(fs, path)
     if kind_of(path) is InputKind.ARROW:
         with open_input(fs, path) as file:
             if file.read(len(_ARROW_FILE)) != _ARROW_FILE:
@@ -411,4 +424,6 @@ def _stream_batches(fs: AbstractFileSystem, path: str) -> Iterator[pa.RecordBatc
 def total_rows(inputs: Sequence[InputRows]) -> int | None:
     """Return the number of rows in all, or None where one does not know its own."""
     known = [one.rows for one in inputs if one.rows is not None]
-    return sum(known) if len(known) == len(inputs) else None
+    if len(known) < len(inputs):
+        return None
+    return sum(known)

@@ -25,7 +25,8 @@ import pyarrow.json as pj
 from fsspec import AbstractFileSystem
 from siirl_storage import full_name, open_input
 
-from siirl_dask.errors import DataError
+from siirl_dask.datasets.whole_tables import CURE, table_in_one_object
+from siirl_dask.errors import DataError, clause
 
 LARGEST_ROW = 2**24
 """Characters that a row's text may have."""
@@ -38,6 +39,15 @@ _NULL_ROW = re.compile(r"\}[ \t\n\r]*+null")  # on which pyarrow crashes; also i
 _SPACE = re.compile(r"[ \t\n\r]*+")
 _COMMA = re.compile(r"[ \t\n\r]*+,[ \t\n\r]*+")
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_OTHER_CONTENT = {
+    b"\xff\xfe": "it is in UTF-16: `iconv -f UTF-16 -t UTF-8` makes the text in UTF-8 of it",
+    b"\xfe\xff": "it is in UTF-16: `iconv -f UTF-16 -t UTF-8` makes the text in UTF-8 of it",
+    b"\x1f\x8b": "it is packed by gzip: give it a name that ends in .gz",
+    b"\x28\xb5\x2f\xfd": "it is packed by zstd: give it a name that ends in .zst",
+    b"PK\x03\x04": "it is a ZIP archive: unpack it first",
+    b"PAR1\x15": "it is a Parquet file: give it a name that ends in .parquet",
+}
+"""First bytes of files that are no text, and what to say of each."""
 # Arrow's errors over packed bytes, which have no kind of their own
 _NOT_UNPACKED = re.compile(r"(inflate|decompress)\w* failed|truncated compressed", re.IGNORECASE)
 
@@ -61,7 +71,7 @@ def read_blocks(
     fs: AbstractFileSystem, files: Sequence[str], exact_schema: Callable[[], pa.Schema | None]
 ) -> Iterator[Block]:
     """Yield the objects of all files in their order. DataError names file and row of what is no
-    object, and of a key that an object has twice.
+    object, and of a key that an object has twice, and a file that holds a whole table in one object.
 
     ``exact_schema`` returns the schema of batches, if there is one: of texts, truth values and
     int64, in structs and lists; keys that a row does not have are null.
@@ -97,16 +107,27 @@ def open_text(fs: AbstractFileSystem, path: str) -> Iterator[pa.NativeFile]:
             if _NOT_UNPACKED.search(str(error)) is None:
                 raise  # of the store
             raise DataError(
-                f"{path!r} ends as a file of {compression} and cannot be unpacked: {error}: it is "
+                f"{path!r} ends as a file of {compression} and cannot be unpacked: {clause(error)}: it is "
                 "packed otherwise, or not whole"
             ) from error
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Return what a file is that is no text in UTF-8, as its first bytes tell, and what to do."""
+    for first, what in _OTHER_CONTENT.items():
+        if error.object.startswith(first):
+            return what
+    return f"expected a text in UTF-8: {error}"
 
 
 class _JsonObjects:
     """Finds the objects in one file's text."""
 
     def __init__(
-        self, fs: AbstractFileSystem, path: str, exact_schema: Callable[[], pa.Schema | None]
+        self,
+        fs: AbstractFileSystem,
+        path: str,
+        exact_schema: Callable[[], pa.Schema | None],
     ) -> None:
         self._fs = fs
         self._exact_schema = exact_schema
@@ -129,16 +150,36 @@ class _JsonObjects:
                 self._at += 1
             first = 1
             for rows in self._items() if is_array else self._lines():
+                if not is_array and self._row == 2 and not self._skip_space():
+                    self._refuse_table(rows)
                 yield Block(file, first, rows)
                 first = self._row
         except UnicodeDecodeError as error:
-            raise DataError(f"{file} cannot be read after row {self._row - 1}: {error}") from error
+            raise DataError(
+                f"{file} cannot be read after row {self._row - 1}: {not_utf8(error)}"
+            ) from error
+
+    def _refuse_table(self, rows: list[dict[str, Any]] | pa.RecordBatch) -> None:
+        """Raise DataError where the one object of the file is a whole table."""
+        row = rows.to_pylist()[0] if isinstance(rows, pa.RecordBatch) else rows[0]
+        layout = table_in_one_object(row)
+        if layout is not None:
+            raise DataError(
+                f"{full_name(self._fs, self._path)} is one object with a whole table in it "
+                f"({layout}), and would be read as one row: {CURE}; if it is one row, put it in "
+                "brackets, [{...}]"
+            )
 
     def _lines(self) -> Iterator[list[dict[str, Any]] | pa.RecordBatch]:
         """Yield objects that follow each other, on lines or not."""
         while self._skip_space():
-            batch = self._exact_lines() if self._tries_exact else None
-            yield self._next_rows(_SPACE) if batch is None else batch
+            batch = None
+            if self._tries_exact:
+                batch = self._exact_lines()
+            if batch is None:
+                yield self._next_rows(_SPACE)
+            else:
+                yield batch
 
     def _exact_lines(self) -> pa.RecordBatch | None:
         """Return the whole lines that have been read, if they have the types that were asked
@@ -226,7 +267,9 @@ class _JsonObjects:
             except json.JSONDecodeError as error:
                 if len(self._text) - self._at > LARGEST_ROW:
                     raise self._wrong(
-                        f"{error.msg} (a row may have {LARGEST_ROW} characters)", error.pos
+                        f"{error.msg} (a row may have {LARGEST_ROW} characters; of a whole table "
+                        f"in one object, {CURE})",
+                        error.pos,
                     ) from error
                 if not self._more():
                     raise self._wrong(error.msg, error.pos) from error
@@ -311,7 +354,9 @@ def _may_be_exact(lines: str) -> bool:
 
 
 def _whole(text: str) -> int | bytes:
-    return text.encode() if text == "-0" else int(text)
+    if text == "-0":
+        return text.encode()
+    return int(text)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -45,7 +45,9 @@ class JsonShape:
     def __init__(self, depth: int = 0, places: Iterator[int] | None = None, name: str = "") -> None:
         self._depth = depth
         self._name = name
-        self._places = count() if places is None else places  # of all shapes below the first
+        if places is None:
+            places = count()
+        self._places = places  # of all shapes below the first
         self._kinds: dict[type, None] = {}  # in the order in which they were seen
         self._fields: dict[str, JsonShape] = {}
         self._item: JsonShape | None = None
@@ -59,15 +61,19 @@ class JsonShape:
             self._kinds.setdefault(kind)
             if kind is str or kind is bool:
                 continue
-            same: Values = (
-                values if len(kinds) == 1 else [value for value in values if type(value) is kind]
-            )
+            same = values
+            if len(kinds) > 1:
+                same = [value for value in values if type(value) is kind]
             if kind is dict:
                 self._look_at_objects(same)
             elif kind is list:
                 self._below().look(list(chain.from_iterable(same)))
-            elif self._inexact is None:
-                self._inexact = _beyond_64_bits(same) if kind is int else _first_changed(same)
+            elif self._inexact is not None:
+                continue
+            elif kind is int:
+                self._inexact = _beyond_64_bits(same)
+            else:
+                self._inexact = _first_changed(same)
 
     def _look_at_objects(self, values: Values) -> None:
         for name in dict.fromkeys(chain.from_iterable(values)):
@@ -132,10 +138,14 @@ class JsonShape:
             return None
         if dict in self._kinds:
             fields = [(name, field.exact_type()) for name, field in self._fields.items()]
-            return None if any(kind is None for _, kind in fields) else pa.struct(fields)
+            if any(kind is None for _, kind in fields):
+                return None
+            return pa.struct(fields)
         if list in self._kinds:
             item = self._below().exact_type()
-            return None if item is None else pa.list_(item)
+            if item is None:
+                return None
+            return pa.list_(item)
         return self.type
 
     @property
@@ -247,7 +257,9 @@ def _items_or_none(objects: Values, name: str) -> list[Any]:
 
 def as_text(value: Any) -> str:
     """Return a value as text: texts and numbers as they are, others as JSON."""
-    return value if isinstance(value, str) else _json(value)
+    if isinstance(value, str):
+        return value
+    return _json(value)
 
 
 def _json(value: Any) -> str:

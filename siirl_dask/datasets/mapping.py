@@ -13,7 +13,7 @@ import pyarrow as pa
 from siirl_dask.datasets.casting import cast, first_unfit
 from siirl_dask.datasets.chat_messages import MESSAGES, ChatColumn, as_messages
 from siirl_dask.datasets.column_paths import extract, type_at
-from siirl_dask.errors import ConfigError, DataError, did_you_mean
+from siirl_dask.errors import ConfigError, DataError, clause, did_you_mean
 from siirl_dask.schema import IDENTITY, decoded, is_index_column
 
 _SCALARS = (
@@ -101,7 +101,7 @@ class ColumnMapping:
             stored = decoded(there, storable)
         except ValueError as error:
             raise DataError(
-                f"{name!r}: column {column!r} is {there}: {error}; --drop {column}"
+                f"{name!r}: column {column!r} is {there}: {clause(error)}; --drop {column}"
             ) from error
         return self.types.get(column, stored)
 
@@ -146,7 +146,9 @@ def _name_of(kind: pa.DataType) -> str:
     if pa.types.is_float64(kind):
         return "float"
     known = [name for name in _SCALARS if pa.type_for_alias(name) == kind]
-    return known[0] if known else str(kind)
+    if known:
+        return known[0]
+    return str(kind)
 
 
 def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
@@ -159,11 +161,14 @@ def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
     for name, other in others:
         missing = sorted(set(schema.names) ^ set(other.names))
         if missing:
-            lacking = name if missing[0] in schema.names else first
+            having = name
+            lacking = first
+            if missing[0] in schema.names:
+                having = first
+                lacking = name
             raise DataError(
-                f"{lacking!r} lacks the column {missing[0]!r} that "
-                f"{first if lacking == name else name!r} has: choose "
-                "columns that all have, with --select or --drop, or name them alike, with --column"
+                f"{lacking!r} lacks the column {missing[0]!r} that {having!r} has: choose columns "
+                "that all have, with --select or --drop, or name them alike, with --column"
             )
         for one in other:
             here = schema.field(one.name)
@@ -216,4 +221,6 @@ def storable(kind: pa.DataType) -> pa.DataType:
         return pa.timestamp("ms", kind.tz)
     if pa.types.is_time32(kind):
         return pa.time32("ms")
-    return pa.date32() if pa.types.is_date64(kind) else kind
+    if pa.types.is_date64(kind):
+        return pa.date32()
+    return kind

@@ -7,6 +7,7 @@ Arrow table. See driver/collection.py for who calls it.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from siirl_dask.datasets.casting import cast
 from siirl_dask.datasets.mapping import storable
 from siirl_dask.errors import DataError
 from siirl_dask.schema import decoded, is_index_column
+from siirl_dask.wording import exception_text
 
 _ROW_GROUP_BYTES = 2**24  # before they are encoded, as data import writes
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(['"])(role|content)\1\s*:""")
@@ -42,8 +44,11 @@ def stage_partition(partition: object, url: str, prompt: str) -> StagedPartition
     """
     try:
         table = partition_table(partition)
-    except (DataError, pa.ArrowException, ValueError, TypeError) as error:
+    except DataError as error:
         return StagedPartition(None, b"", f"a partition is no table: {error}")
+    except Exception as error:  # Arrow, pandas and objects of the user's own raise what they like
+        problem = f"a partition is no table: to make one {exception_text(error)}"
+        return StagedPartition(None, b"", problem)
     schema = table.schema.serialize().to_pybytes()
     problem = _chat_as_text(table, prompt)
     if problem or not table.num_rows:
@@ -62,6 +67,10 @@ def partition_table(partition: object) -> pa.Table:
     DataError for something that is none, and for rows that are no mappings.
     """
     table = _arrow(partition)
+    counts = Counter(table.column_names)
+    for name, count in counts.items():
+        if count > 1:
+            raise DataError(f"{count} of its columns are called {name!r}")
     names = [name for name in table.column_names if not is_index_column(name)]
     columns = []
     fields = []
@@ -77,11 +86,18 @@ def _arrow(partition: object) -> pa.Table:
         return partition
     if isinstance(partition, pa.RecordBatch):
         return pa.Table.from_batches([partition])
-    if type(partition).__module__.partition(".")[0] == "pandas":
+    is_of_pandas = type(partition).__module__.partition(".")[0] == "pandas"
+    if is_of_pandas and hasattr(partition, "columns"):
         return pa.Table.from_pandas(partition, preserve_index=False)
-    if isinstance(partition, Iterable) and not isinstance(partition, str | bytes | Mapping):
+    if is_of_pandas or isinstance(partition, str | bytes | Mapping):
+        raise _no_table(partition)
+    if isinstance(partition, Iterable):
         return _of_rows(list(partition))
-    raise DataError(
+    raise _no_table(partition)
+
+
+def _no_table(partition: object) -> DataError:
+    return DataError(
         f"it is a {type(partition).__name__}; expected a dataframe, an Arrow table or a list of "
         "dicts"
     )
@@ -98,7 +114,10 @@ def _of_rows(rows: list[Any]) -> pa.Table:
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {}
     for name in names:
-        columns[name] = pa.array([row.get(name) for row in rows])
+        try:
+            columns[name] = pa.array([row.get(name) for row in rows])
+        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+            raise DataError(f"column {name!r}: {error}") from error
     return pa.table(columns)
 
 

@@ -89,13 +89,19 @@ def geometry3k(config: Config, *, source: str = "hf://datasets/hiyouga/geometry3
 
 
 def _write(
-    url: str | None, source: str, transform: _Transform, row_group_bytes: int = ROW_GROUP_BYTES
+    url: str | None,
+    source: str,
+    transform: _Transform,
+    row_group_bytes: int = ROW_GROUP_BYTES,
 ) -> None:
     """Write one table, unless there is something already or the configuration names none."""
     if url is not None and not exists(url):
         import_data(
             ImportRequest(
-                sources=[source], to=url, transform=transform, row_group_bytes=row_group_bytes
+                sources=[source],
+                to=url,
+                transform=transform,
+                row_group_bytes=row_group_bytes,
             )
         )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import pyarrow.compute as pc
 from siirl_storage import Part
 
 from siirl_dask.datasets.column_paths import extract
-from siirl_dask.datasets.importing import check_prompts
+from siirl_dask.datasets.importing import check_prompts, is_prompt
 from siirl_dask.datasets.inputs import MAX_BATCH_BYTES, InputRows, open_inputs, readable, total_rows
 from siirl_dask.datasets.lengths import LengthDistribution, Measure, measure_column
 from siirl_dask.datasets.mapping import unify
@@ -78,7 +77,7 @@ def summarise(
 
     Lengths, nulls and samples are those of ``rows`` rows, from the beginnings of evenly spaced
     parts; None: of all rows. ``prompt`` is the column whose lengths ``measure`` counts; None takes
-    ``prompt``, or the first one of texts. ``separator`` is what CSV files have between columns.
+    ``prompt``, or the first one of chats, else of texts. ``separator`` is what CSV files have between columns.
 
     DataError when it cannot be read, or has no such column.
     """
@@ -104,13 +103,16 @@ def summarise(
     found.pieces = len(pieces)
     whole = True  # where every piece ends before its quota, all rows are read
     for number, (name, batches) in enumerate(pieces):
-        quota = None if rows is None else rows // len(pieces) + (number < rows % len(pieces))
+        quota = None
+        if rows is not None:
+            quota = rows // len(pieces) + (number < rows % len(pieces))
         left = quota
         wanted = samples // len(pieces) + (number < samples % len(pieces))
         with readable(name):
             for table in _first(batches(), quota):
                 wanted -= _look(found, table, measure, wanted)
-                left = None if left is None else left - table.num_rows
+                if left is not None:
+                    left -= table.num_rows
                 progress(found.read)
         if left == 0:
             whole = False
@@ -180,12 +182,12 @@ def _bytes_of_images(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
 
 
 def _prompt_of(schema: pa.Schema) -> str | None:
-    texts = [
-        one.name
-        for one in schema
-        if pa.types.is_string(one.type) or pa.types.is_large_string(one.type)
-    ]
-    return "prompt" if "prompt" in schema.names else next(iter(texts), None)
+    if "prompt" in schema.names:
+        return "prompt"
+    prompts = [one for one in schema if is_prompt(one.type)]
+    chats = [one.name for one in prompts if pa.types.is_nested(one.type)]
+    names = [*chats, *(one.name for one in prompts)]
+    return next(iter(names), None)
 
 
 _Piece = tuple[str, Callable[[], Iterator[pa.RecordBatch]]]
@@ -206,18 +208,22 @@ def _pieces(inputs: Sequence[InputRows]) -> list[_Piece]:
 
 
 def _spread(pieces: Sequence[_Piece], most: int) -> list[_Piece]:
-    return (
-        [pieces[number * len(pieces) // most] for number in range(most)]
-        if len(pieces) > most
-        else list(pieces)
-    )
+    if len(pieces) <= most:
+        return list(pieces)
+    return [pieces[number * len(pieces) // most] for number in range(most)]
 
 
 def _first(batches: Iterator[pa.RecordBatch], rows: int | None) -> Iterator[pa.Table]:
     """Yield the first ``rows`` rows, or all for None."""
+    if rows is None:
+        for batch in batches:
+            yield pa.Table.from_batches([batch])
+        return
     left = rows
-    for batch in batches if left is None or left > 0 else islice(batches, 0):
-        table = pa.Table.from_batches([batch if left is None else batch.slice(0, left)])
-        yield table
-        if left is not None and (left := left - table.num_rows) <= 0:
+    while left > 0:
+        batch = next(batches, None)
+        if batch is None:
             return
+        first = batch.slice(0, left)
+        yield pa.Table.from_batches([first])
+        left -= first.num_rows

@@ -73,7 +73,11 @@ class TableWriter:
         # from here on a manifest may list the parts, also where its reply is lost
         self._committing = True
         return commit(
-            self._url, self._parts, schema=self._schema, properties=properties, new=not append
+            self._url,
+            self._parts,
+            schema=self._schema,
+            properties=properties,
+            new=not append,
         )
 
     def __exit__(

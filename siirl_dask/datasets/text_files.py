@@ -97,7 +97,9 @@ class JsonFiles:
 
     def _exact_schema(self) -> pa.Schema | None:
         kind = self._shape.exact_type()
-        return None if kind is None else pa.schema(list(kind))
+        if kind is None:
+            return None
+        return pa.schema(list(kind))
 
     def _look(self, block: Block) -> None:
         if not isinstance(block.rows, pa.RecordBatch):
@@ -137,7 +139,9 @@ def open_csv(fs: AbstractFileSystem, path: str, separator: str | None) -> tuple[
     shown = full_name(fs, path)
     between = separator
     if between is None:
-        between = "\t" if re.search(r"\.tsv(\.\w+)?$", path, re.IGNORECASE) else ","
+        between = ","
+        if re.search(r"\.tsv(\.\w+)?$", path, re.IGNORECASE):
+            between = "\t"
     names = _names(fs, path, between)
     if len(names) == 1 and separator is None:
         other = next((mark for mark in _SEPARATORS if mark in names[0]), None)
@@ -172,4 +176,6 @@ def _names(fs: AbstractFileSystem, path: str, separator: str) -> list[str]:
 
 def _shown(fs: AbstractFileSystem, files: Sequence[str]) -> str:
     first = full_name(fs, files[0])
-    return first if len(files) == 1 else f"{first} and {len(files) - 1} more"
+    if len(files) == 1:
+        return first
+    return f"{first} and {len(files) - 1} more"

@@ -46,7 +46,9 @@ def token_lengths_of(table: Snapshot) -> TokenLengths | None:
     found = _recorded(table)
     if found is None or found.rows != table.num_rows or found.column not in table.schema.names:
         return None
-    return found if pa.types.is_integer(table.schema.field(found.column).type) else None
+    if not pa.types.is_integer(table.schema.field(found.column).type):
+        return None
+    return found
 
 
 def extended(found: TokenLengths, there: Snapshot | None) -> TokenLengths | None:
@@ -71,11 +73,9 @@ def extended(found: TokenLengths, there: Snapshot | None) -> TokenLengths | None
             "make another table"
         )
     holds = token_lengths_of(there)
-    return (
-        replace(found, rows=holds.rows + found.rows)
-        if holds is not None and holds.column == found.column
-        else None
-    )
+    if holds is None or holds.column != found.column:
+        return None
+    return replace(found, rows=holds.rows + found.rows)
 
 
 def longer_than(table: Snapshot, column: str, limit: int) -> list[tuple[int, int]]:
@@ -93,7 +93,10 @@ def longer_than(table: Snapshot, column: str, limit: int) -> list[tuple[int, int
 
 
 def _count(
-    table: Snapshot, groups: Sequence[RowGroup], column: str, limit: int
+    table: Snapshot,
+    groups: Sequence[RowGroup],
+    column: str,
+    limit: int,
 ) -> Iterator[tuple[int, int]]:
     footers = FooterCache()
     for group in groups:

@@ -34,7 +34,6 @@ __all__ = [
     "cpus",
     "fused",
     "hidden_by",
-    "host_memory",
     "link_matrix",
     "machine_memory",
     "operators",

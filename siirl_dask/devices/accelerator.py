@@ -1,5 +1,5 @@
 """Asks torch about a process's accelerators: which there are, their memory, what they run, whom
-they wait for.
+they wait for; and allocates memory of the host for copies to them.
 
 torch.accelerator knows one accelerator of a process, whatever its kind, and is asked where it has
 an answer for all kinds. Memory is asked of the kind's own module: a plug-in need not have told
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from siirl_dask.devices.cpus import kernel
 from siirl_dask.devices.kinds import DeviceKind, traits_of
@@ -44,6 +45,7 @@ class VisibleDevices:
     known."""
 
 
+_COPY_ALIGNMENT = 512  # bytes; a copy can be viewed in any dtype
 TENSOR_CORES = (8, 0)
 """Compute capability of Ampere, the first of Nvidia's with bfloat16 and FlashAttention."""
 
@@ -111,8 +113,12 @@ def host_indices(count: int, visible: str | None) -> list[str]:
     """Return the host's indices of the ``count`` visible devices; ``visible`` as for
     ``names_on_host``.
     """
-    listed = [index.strip() for index in visible.split(",")] if visible else []
-    return listed if len(listed) == count else [str(index) for index in range(count)]
+    listed = []
+    if visible:
+        listed = [index.strip() for index in visible.split(",")]
+    if len(listed) == count:
+        return listed
+    return [str(index) for index in range(count)]
 
 
 def bind(kind: DeviceKind, index: int) -> None:
@@ -199,8 +205,12 @@ def name_if_faster_in_bfloat16(device: torch.device) -> str:
     if device.type == DeviceKind.CPU:
         return ""
     kind = DeviceKind(device.type)
-    index = 0 if device.index is None else device.index
-    return name_of(kind, index) if has_bfloat16(kind, index) else ""
+    index = 0
+    if device.index is not None:
+        index = device.index
+    if has_bfloat16(kind, index):
+        return name_of(kind, index)
+    return ""
 
 
 def free_cache(kind: str) -> None:
@@ -245,6 +255,41 @@ def copied_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def host_memory(sizes: Mapping[int, int], *, pinned: bool) -> dict[int, Tensor]:
+    """Allocate memory of each size in bytes: uint8 [size] by key, each a storage of its own in
+    pieces that they share.
+
+    torch's allocator does not know which copies use it: wait for these before it is given back.
+    Pinned memory that was given back stays with the allocator, for the next who asks for as much.
+    """
+    places, used = share_pieces(sizes)
+    pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy() for size in used]
+    # a view of a tensor would share its storage, and DCP copies whole storages
+    return {
+        key: torch.from_numpy(pieces[at][start : start + sizes[key]])
+        for key, (at, start) in places.items()
+    }
+
+
+def share_pieces(sizes: Mapping[int, int]) -> tuple[dict[int, tuple[int, int]], list[int]]:
+    """Return the piece and the place in it for each size, and the sizes of the pieces.
+
+    torch rounds pinned memory up to powers of two, so a piece is at most the power of two that
+    holds the largest.
+    """
+    largest = 1 << max([_COPY_ALIGNMENT, *sizes.values()]).bit_length()
+    used: list[int] = []
+    places: dict[int, tuple[int, int]] = {}
+    for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        room = -(-size // _COPY_ALIGNMENT) * _COPY_ALIGNMENT
+        number = next((at for at, taken in enumerate(used) if taken + room <= largest), len(used))
+        if number == len(used):
+            used.append(0)
+        places[key] = number, used[number]
+        used[number] += room
+    return places, used
+
+
 def has_graphs(device: torch.device) -> bool:
     """Return whether steps of the device can be captured and replayed."""
     return device.type == DeviceKind.CUDA
@@ -284,7 +329,9 @@ def autocast(device: torch.device, *, enabled: bool) -> AbstractContextManager[A
 def arithmetic_dtype(tensor: torch.Tensor) -> torch.dtype:
     """Return the dtype in which a product of the tensor is computed: under autocast, autocast's."""
     kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
 
 
 def _is_available(kind: DeviceKind) -> bool:

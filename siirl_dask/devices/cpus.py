@@ -36,7 +36,8 @@ def read_cpus(text: str) -> frozenset[int]:
         raise ValueError(f"a list of CPUs of {len(text)} characters: expected at most {_LONGEST}")
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
-        if (found := _RANGE.fullmatch(part.strip())) is None:
+        found = _RANGE.fullmatch(part.strip())
+        if found is None:
             raise ValueError(f"{text[:80]!r} is no list of CPUs: expected one such as 0-3,8")
         first = int(found[1])
         last = int(found[2] or found[1])
@@ -92,7 +93,11 @@ def given_cpus() -> frozenset[int]:
 
 
 def share_of(
-    near: frozenset[int], place: int, count: int, threads: int = 1, root: Path = SYSFS
+    near: frozenset[int],
+    place: int,
+    count: int,
+    threads: int = 1,
+    root: Path = SYSFS,
 ) -> frozenset[int]:
     """Return the share of worker ``place`` of ``count`` in the CPUs ``near`` their cards: whole
     cores, equally many.
@@ -103,7 +108,9 @@ def share_of(
     cores = _cores(near, root)
     bounds = [index * len(cores) // count for index in range(count + 1)]
     shares = [frozenset[int]().union(*cores[first:last]) for first, last in pairwise(bounds)]
-    return shares[place] if min(map(len, shares)) >= max(_LEAST, threads) else near
+    if min(map(len, shares)) >= max(_LEAST, threads):
+        return shares[place]
+    return near
 
 
 def count_cores(cpus: frozenset[int], root: Path = SYSFS) -> int:
@@ -141,7 +148,8 @@ class CpuBinding:
         """
         self.undo()
         before = given_cpus()
-        if not (own := cpus & before) or own == before:
+        own = cpus & before
+        if not own or own == before:
             return
         if _move(before, own):
             self._before = before
@@ -164,7 +172,8 @@ def unbind(process: int) -> None:
     share its few CPUs.
     """
     with suppress(OSError, ValueError):  # the process has ended, or the CPUs have gone
-        if given := read_cpus(os.environ.get(GIVEN, "")):
+        given = read_cpus(os.environ.get(GIVEN, ""))
+        if given:
             os.sched_setaffinity(process, given)
 
 

@@ -62,7 +62,12 @@ def takes_attention(dtype: torch.dtype, width: int, value_width: int) -> bool:
 
 
 def attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, ends: Sequence[int], scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Sequence[int],
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """Attend within packed rows, causal, and no further back than ``window``.
 

@@ -49,9 +49,12 @@ def speed_of(link: str) -> int:
     """Return a number that is higher for a faster kind of link; -1 for one that is not known."""
     if link == SELF:
         return 2**16
-    if lanes := _NVLINK.fullmatch(link):
+    lanes = _NVLINK.fullmatch(link)
+    if lanes:
         return len(SLOWEST_FIRST) + int(lanes[1])
-    return SLOWEST_FIRST.index(link) if link in SLOWEST_FIRST else -1
+    if link in SLOWEST_FIRST:
+        return SLOWEST_FIRST.index(link)
+    return -1
 
 
 def read_matrix(text: str) -> LinkMatrix:
@@ -87,7 +90,8 @@ def read_matrix(text: str) -> LinkMatrix:
                 links[names[name], names[other]] = cell
         if telling and len(cells) > len(columns) and cells[len(columns)] not in _UNKNOWN:
             near[names[name]] = read_cpus(cells[len(columns)])
-    if wrong := next((pair for pair, link in links.items() if links.get(pair[::-1]) != link), None):
+    wrong = next((pair for pair, link in links.items() if links.get(pair[::-1]) != link), None)
+    if wrong:
         raise ValueError(
             f"the link of cards {wrong[0]} and {wrong[1]} is another one the other way"
         )
@@ -119,7 +123,8 @@ def ask(command: Sequence[str], seconds: float = _SECONDS) -> str:
     """Return what a program prints, at most some hundred kB. OSError if it is not there, fails,
     or takes too long.
     """
-    if (program := shutil.which(command[0])) is None:
+    program = shutil.which(command[0])
+    if program is None:
         raise FileNotFoundError(f"there is no {command[0]}")
     with subprocess.Popen(
         [program, *command[1:]],
@@ -145,7 +150,8 @@ def _read(file: int, deadline: float) -> bytes:
     while len(said) <= _BYTES:
         if not select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
             raise TimeoutError("it did not answer in time")
-        if not (part := os.read(file, 2**16)):
+        part = os.read(file, 2**16)
+        if not part:
             return bytes(said)
         said += part
     raise OSError(f"it printed more than {_BYTES} bytes")

@@ -26,7 +26,9 @@ class MachineMemory:
     @property
     def usable(self) -> int:
         """Bytes that processes here may use together."""
-        return self.total if self.limit is None else self.limit
+        if self.limit is None:
+            return self.total
+        return self.limit
 
 
 def machine_memory() -> MachineMemory | None:
@@ -48,7 +50,9 @@ def _total(text: str) -> int:
 def _limits(groups: Path, own: Path) -> Iterator[int]:
     """Yield the limit of each control group that this process is in."""
     files = [groups / "memory.max", groups / "memory" / "memory.limit_in_bytes"]
-    lines = own.read_text().splitlines() if own.is_file() else []
+    lines = []
+    if own.is_file():
+        lines = own.read_text().splitlines()
     for line in lines:
         number, _, path = line.split(":", 2)
         folder = PurePosixPath(path.lstrip("/"))
@@ -58,6 +62,8 @@ def _limits(groups: Path, own: Path) -> Iterator[int]:
             files.append(groups / folder / "memory.max")
             folder = folder.parent
     for file in files:
-        text = file.read_text().strip() if file.is_file() else "max"
+        text = "max"
+        if file.is_file():
+            text = file.read_text().strip()
         if text.isdecimal():
             yield int(text)

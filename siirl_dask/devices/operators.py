@@ -118,7 +118,9 @@ def choose_operators(
     where the backend has it, or torch. ``liger`` says whether liger has those that it can;
     ``auto``: on a GPU, where it runs. ``libraries`` are the backend's, by operator.
     """
-    own = PLUGIN if kind == DeviceKind.NPU else TORCH
+    own = TORCH
+    if kind == DeviceKind.NPU:
+        own = PLUGIN
     chosen = dict.fromkeys(OPERATORS, TORCH)
     chosen |= {operator: own for operator, known in libraries.items() if own in known}
     if kind == DeviceKind.CUDA:

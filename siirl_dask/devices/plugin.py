@@ -57,8 +57,6 @@ def _why(plugin: str, error: Exception) -> str:
 
 def remedy(package: str, error: Exception) -> str:
     """Return what to do where ``package``, which needs CANN's libraries, cannot be imported."""
-    return (
-        "source CANN's set_env.sh"
-        if any(mark in str(error) for mark in _FROM_CANN)
-        else f"mend {package}"
-    )
+    if any(mark in str(error) for mark in _FROM_CANN):
+        return "source CANN's set_env.sh"
+    return f"mend {package}"

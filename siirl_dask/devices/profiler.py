@@ -39,7 +39,8 @@ def make_profiler(kind: DeviceKind, level: ProfileLevel) -> Profiler:
         "profile_memory": level is not ProfileLevel.time,
         "with_stack": level is ProfileLevel.stacks,
     }
-    if (plugin := traits_of(kind).plugin) is not None:
+    plugin = traits_of(kind).plugin
+    if plugin is not None:
         own: Any = importlib.import_module(plugin).profiler
         found: Profiler = own._KinetoProfile(
             activities=[own.ProfilerActivity.CPU, getattr(own.ProfilerActivity, kind.name)],

@@ -60,7 +60,10 @@ class Topology:
 
 
 def read_topology(
-    places: Sequence[CardPlace], traits: Traits, root: Path = SYSFS, ask: Ask = ask
+    places: Sequence[CardPlace],
+    traits: Traits,
+    root: Path = SYSFS,
+    ask: Ask = ask,
 ) -> Topology:
     """Return the topology of cards of one kind on this host."""
     count = len(places)
@@ -69,7 +72,8 @@ def read_topology(
     numbers = list[int | None]([None] * count)
     if _may_be_linked(places, traits):
         matrix, faults = _matrix(traits, ask)
-        numbers = _numbers(places, traits, matrix, ask) if matrix.numbers else numbers
+        if matrix.numbers:
+            numbers = _numbers(places, traits, matrix, ask)
     by_node = numa_nodes(root)
     nodes = [_node_of(place, by_node, root) for place in places]
     near = []
@@ -114,7 +118,9 @@ def order_by_links(
         joined = sorted((groups[first], groups[second]), key=len, reverse=True)
         groups[first] = (*joined[0], *joined[1])
         del groups[second]
-    return groups[0] if groups else ()
+    if groups:
+        return groups[0]
+    return ()
 
 
 def slowest_link(links: Sequence[Sequence[str]], cards: Sequence[int]) -> str:
@@ -173,7 +179,10 @@ def _matrix(traits: Traits, ask: Ask) -> tuple[LinkMatrix, list[str]]:
 
 
 def _numbers(
-    places: Sequence[CardPlace], traits: Traits, matrix: LinkMatrix, ask: Ask
+    places: Sequence[CardPlace],
+    traits: Traits,
+    matrix: LinkMatrix,
+    ask: Ask,
 ) -> list[int | None]:
     """Return the number of each card in the matrix; None for one that is not found in it.
 
@@ -203,7 +212,9 @@ def _node_of(place: CardPlace, by_node: Mapping[int, frozenset[int]], root: Path
         node = int((root / "bus/pci/devices" / place.address / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    only = next(iter(by_node)) if len(by_node) == 1 else None
+    only = None
+    if len(by_node) == 1:
+        only = next(iter(by_node))
     return node if node >= 0 else only  # the kernel writes -1 where the firmware tells none
 
 
@@ -225,15 +236,15 @@ def _bridges(place: CardPlace, root: Path) -> tuple[str, ...]:
         ),
         None,
     )
-    return (
-        ()
-        if start is None
-        else (parts[start], *(part for part in parts[start + 1 :] if _BRIDGE.fullmatch(part)))
-    )
+    if start is None:
+        return ()
+    return (parts[start], *(part for part in parts[start + 1 :] if _BRIDGE.fullmatch(part)))
 
 
 def _link(matrix: LinkMatrix, one: int | None, two: int | None) -> str:
-    return "" if one is None or two is None else matrix.links.get((one, two), "")
+    if one is None or two is None:
+        return ""
+    return matrix.links.get((one, two), "")
 
 
 def _link_in_sysfs(
@@ -255,7 +266,11 @@ def _link_in_sysfs(
         (at for at, (here, there) in enumerate(zip(one, two, strict=False)) if here != there), 0
     )
     if shared == 0:  # other host bridges
-        return "NODE" if node is not None and node == other else "SYS"
+        if node is not None and node == other:
+            return "NODE"
+        return "SYS"
     if shared == 1:
         return "PHB"
-    return "PIX" if max(len(one), len(two)) - shared <= 2 else "PXB"
+    if max(len(one), len(two)) - shared <= 2:
+        return "PIX"
+    return "PXB"

@@ -1,5 +1,5 @@
 """The caller of a run brings more than configuration and DAG: a Dask client, a collection as the
-dataset, and the means to follow the run and to end it.
+dataset, and the means to follow the run and to end it, from other processes as well.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any
 
 from distributed import Client, Security
 
@@ -14,6 +16,10 @@ from siirl_dask.config import Config
 from siirl_dask.dask_internals import SchedulerRpc, is_connected
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import Record
+from siirl_dask.runs.owner import Owner
+
+AFTER_STEP = "after step"
+AT_ONCE = "at once"
 
 
 class Cancelled(KeyboardInterrupt):
@@ -86,3 +92,35 @@ def scheduler_address(client: Client) -> str:
             "that is asynchronous connects with `client = await Client(..., asynchronous=True)`"
         )
     return SchedulerRpc(client).address
+
+
+# A run is ended from another process by a message on a topic of the scheduler's, which reaches its
+# driver. Each start has a topic of its own, named by its token in the run's folder: who cannot read
+# the folder cannot end the run, and a message is for no other start, nor for another run of that
+# path. A driver on the cluster has one more from its submission on, before it has the folder.
+
+
+def topic_of(start: Owner) -> str:
+    return f"siirl-stop-{sha256(start.token.encode()).hexdigest()[:32]}"
+
+
+def listen(client: Client, topic: str, stop: StopRequest) -> None:
+    """Pass what others have sent, and will send, on a topic on to ``stop``; anything else is
+    ignored.
+    """
+
+    def handle(event: tuple[float, Any]) -> None:
+        _, message = event
+        if message == AT_ONCE:
+            stop.at_once.set()
+        if message in (AFTER_STEP, AT_ONCE):
+            stop.after_step.set()
+
+    client.subscribe_topic(topic, handle)
+    for event in client.get_events(topic):  # sent before, while workers were waited for
+        handle(event)
+
+
+async def send(client: Client, topic: str, how: str) -> None:
+    """Ask the driver that listens on a topic to end, ``how`` being one of the words above."""
+    await SchedulerRpc(client).call("log_event", topic=topic, msg=how)

@@ -32,6 +32,7 @@ from siirl_storage import (
 )
 
 from siirl_dask.config import Config
+from siirl_dask.dask_internals import FutureCancelledError
 from siirl_dask.datasets import destination
 from siirl_dask.datasets.partitions import StagedPartition, common_schema, stage_partition
 from siirl_dask.driver.caller import RunCaller, scheduler_address
@@ -39,6 +40,7 @@ from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.driver.recovery.resume import ResumePoint
 from siirl_dask.errors import ConfigError, DataError, UserError, counted
 from siirl_dask.tables.content import CONTENT, TOKEN, content_digest
+from siirl_dask.wording import exception_text_with_place
 
 _RETRIES = 2  # of a partition whose worker was lost, beyond those that Dask makes itself
 _SHOWN = 16  # hexadecimal digits of a digest in a message
@@ -67,13 +69,19 @@ class Collection:
             or not all(isinstance(one, Delayed | Future) for one in partitions)
         ):
             raise ConfigError(
-                f"data={data!r:.100}: expected a dask.dataframe, a bag of dicts, or a list of "
-                "delayed values or futures of Arrow tables, each at least of one partition"
+                f"data= is {_what_it_is(data)}: expected a dask.dataframe, a bag of dicts, or a list "
+                "of delayed values or futures of Arrow tables, each at least of one partition; "
+                "dask.dataframe.from_pandas(frame, npartitions=1), dask.bag.from_sequence(rows) and "
+                "[dask.delayed(table)] make them, and data.url names a dataset in files"
             )
         return Collection(list(partitions), tokenize(list(partitions)))
 
     def stage(
-        self, client: Client, url: str, prompt: str, check: Callable[[], None]
+        self,
+        client: Client,
+        url: str,
+        prompt: str,
+        check: Callable[[], None],
     ) -> list[StagedPartition]:
         """Have each partition written below ``url`` by a worker that holds it. ``check`` is called
         meanwhile, and may raise.
@@ -100,9 +108,15 @@ class Collection:
 
         try:
             return complete(client, stage_all, check)
+        except FutureCancelledError as error:
+            raise DataError(
+                "data: a partition is not there any more: its future, or one that it is made of, "
+                f"was cancelled or released, or was scattered to a worker that is lost: {error}"
+            ) from error
         except Exception as error:  # whatever the collection's own functions raise
             raise DataError(
-                f"data: a partition cannot be computed or written: {type(error).__name__}: {error}"
+                "data: a partition cannot be computed or written: it "
+                f"{exception_text_with_place(error)}"
             ) from error
 
     def _submitted(self, client: Client, url: str, prompt: str) -> list[Future[StagedPartition]]:
@@ -179,6 +193,17 @@ def write_dataset(
             replace=there is not None,
         )
     note(f"data       {_described(table)} in {url}")
+
+
+def _what_it_is(data: object) -> str:
+    """Return the type of what is no collection, and that of its first item."""
+    kind = type(data).__qualname__
+    if not isinstance(data, list | tuple):
+        return f"of type {kind}"
+    if not data:
+        return f"an empty {kind}"
+    others = [one for one in data if not isinstance(one, Delayed | Future)]
+    return f"a {kind} with an item of type {type(others[0]).__qualname__}"
 
 
 def _check(config: Config, client: Client | None) -> None:

@@ -403,4 +403,6 @@ class Driver:
         """Return where the run is: the first pending iteration, else the start or the end."""
         if self._pending:
             return str(self._pending[0].iteration)
-        return "the end" if self._finishing else "the start"
+        if self._finishing:
+            return "the end"
+        return "the start"

@@ -7,13 +7,13 @@ from __future__ import annotations
 import shlex
 
 from siirl_dask.config import ClusterConfig, Config
-from siirl_dask.errors import Fenced, FolderGone, Interrupted, SiirlError
+from siirl_dask.errors import Fenced, FolderGone, Interrupted, SiirlError, counted
 from siirl_dask.observe import RunFailure
 from siirl_dask.runs.checkpoints import committed
 from siirl_dask.wording import redacted
 
 
-def failure_of(error: BaseException, command: str | None) -> RunFailure:
+def run_failure_of(error: BaseException, command: str | None) -> RunFailure:
     """Return the error by its parts, without secrets, for ``summary.json``.
 
     ``command`` is the shell command that resumes the run, where it is known.
@@ -55,14 +55,14 @@ def going_on_text(config: Config, steps: int, command: str | None) -> list[str]:
     ``command``, which resumes it, where that is known.
     """
     newest = _newest_checkpoint(config.run.url)
-    where = (
-        f"after step {newest}, of which there is a checkpoint"
-        if newest
-        else "at step 1: there is no checkpoint"
-    )
+    where = "at step 1: there is no checkpoint"
+    if newest:
+        where = f"after step {newest}, of which there is a checkpoint"
     url = redacted(config.run.url)
+    verb = "is" if config.run.steps == 1 else "are"
+    done = f"{steps} of {counted(config.run.steps, 'step')} {verb} done"
     lines = [
-        f"run      {url}: {steps} of {config.run.steps} steps are done; it goes on {where}",
+        f"run      {url}: {done}; it goes on {where}",
         f"look     siirl-dask serve {shlex.quote(url)}",
     ]
     if command is not None:
@@ -89,7 +89,9 @@ def _where_weights_are(error: FolderGone, url: str, steps: int) -> str:
 
 
 def _all_of(steps: int) -> str:
-    return "its only step" if steps == 1 else f"these {steps} steps"
+    if steps == 1:
+        return "its only step"
+    return f"these {steps} steps"
 
 
 def _newest_checkpoint(url: str) -> int | None:
@@ -100,8 +102,12 @@ def _newest_checkpoint(url: str) -> int | None:
 
 
 def _where_logs_are(cluster: ClusterConfig, error: SiirlError) -> str:
-    worker = f"worker {error.origin.worker!r}" if error.origin.worker is not None else "the workers"
-    host = f" on host {error.origin.host!r}" if error.origin.host is not None else ""
+    worker = "the workers"
+    if error.origin.worker is not None:
+        worker = f"worker {error.origin.worker!r}"
+    host = ""
+    if error.origin.host is not None:
+        host = f" on host {error.origin.host!r}"
     if cluster.spec:
         return f"those of {worker}{host} are where {cluster.spec} has the cluster write them"
     if cluster.exists:

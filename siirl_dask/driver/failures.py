@@ -141,4 +141,6 @@ def _distance(error: Exception) -> int:
     """
     if isinstance(error, Aborted):
         return 2
-    return 1 if isinstance(error, PeerError) else 0
+    if isinstance(error, PeerError):
+        return 1
+    return 0

@@ -29,7 +29,9 @@ class RunFeed:
     def last(self) -> Record | None:
         """The newest record; None before the first."""
         with self._changed:
-            return self._records[-1] if self._records else None
+            if self._records:
+                return self._records[-1]
+            return None
 
     def add(self, record: Record) -> None:
         """Take a record."""

@@ -14,7 +14,7 @@ from dask.delayed import Delayed, delayed
 from siirl_storage import absolute
 
 from siirl_dask.driver.feed import RunFeed
-from siirl_dask.errors import ConfigError, Interrupted
+from siirl_dask.errors import ConfigError, Interrupted, clause
 from siirl_dask.observe import Record, Summary
 from siirl_dask.runs.reader import Run
 from siirl_dask.runs.samples.parts import SamplePart, common_schema, sample_parts
@@ -62,10 +62,14 @@ class RunHandle:
             error = end.exception()
             if error is None:
                 return RunStatus.COMPLETE
-            return RunStatus.INTERRUPTED if isinstance(error, Interrupted) else RunStatus.FAILED
+            if isinstance(error, Interrupted):
+                return RunStatus.INTERRUPTED
+            return RunStatus.FAILED
         if self._is_cancelled:
             return RunStatus.STOPPING
-        return RunStatus.STARTING if self._feed.last is None else RunStatus.RUNNING
+        if self._feed.last is None:
+            return RunStatus.STARTING
+        return RunStatus.RUNNING
 
     @property
     def run(self) -> Run:
@@ -125,7 +129,7 @@ class RunHandle:
             dataframe = import_module("dask.dataframe")
         except ImportError as error:
             raise ConfigError(
-                f"dask.dataframe cannot be imported: {error}. Install siirl_dask[dataframe], or "
+                f"dask.dataframe cannot be imported: {clause(error)}. Install siirl_dask[dataframe], or "
                 "take rollout_tables(), which needs no pandas"
             ) from error
         parts = sample_parts(self.url, table=table, steps=steps)
@@ -150,7 +154,9 @@ class RunHandle:
 
     def __repr__(self) -> str:
         last = self._feed.last
-        step = "" if last is None else f", step {last['step']}"
+        step = ""
+        if last is not None:
+            step = f", step {last['step']}"
         return f"<run {redacted(self.url)}: {self.status}{step}>"
 
     def _repr_html_(self) -> str:

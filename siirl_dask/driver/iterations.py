@@ -100,7 +100,9 @@ def iterations(
     sequence = count()
     steps = config.run.steps
     save_every = config.checkpoint.every
-    validate_every = config.validation.every if Phase.VALIDATION in phases else 0
+    validate_every = 0
+    if Phase.VALIDATION in phases:
+        validate_every = config.validation.every
     stage_of_step = {stage.step: stage for stage in stages}
     if Phase.WEIGHTS in phases:
         yield Iteration(Phase.WEIGHTS, done, next(sequence))
@@ -116,7 +118,10 @@ def iterations(
         stage = stage_of_step.get(step)
         if stage is not None:
             iteration = replace(
-                iteration, phase=Phase.REPLAY, position=stage.position, frontier=stage.table
+                iteration,
+                phase=Phase.REPLAY,
+                position=stage.position,
+                frontier=stage.table,
             )
         yield iteration
         if validates and (Phase.VALIDATION, step) not in recorded:

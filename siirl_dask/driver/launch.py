@@ -10,7 +10,7 @@ from functools import partial
 
 from distributed import Client
 
-from siirl_dask.config import Config, TrainerConfig
+from siirl_dask.config import Config, Dtype, TrainerConfig
 from siirl_dask.driver.caller import RunCaller
 from siirl_dask.driver.checks.number_type import OpenTypes
 from siirl_dask.driver.checks.preflight import Checked, check
@@ -20,7 +20,13 @@ from siirl_dask.driver.clusters.processes import hosts_of
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.models import Models, fetch_on_workers
-from siirl_dask.driver.phases import Phases, data_versions, due_tables, plan_phases
+from siirl_dask.driver.phases import (
+    Phases,
+    data_versions,
+    due_tables,
+    model_versions,
+    plan_phases,
+)
 from siirl_dask.driver.recovery.commits import Commits
 from siirl_dask.driver.recovery.resume import (
     ResumePoint,
@@ -67,6 +73,15 @@ class Job:
     open_types: OpenTypes | None = None
     """The run before ``model.dtype=auto`` was decided, and what was; None where no model had
     that type."""
+
+
+def with_decided_type(open_types: OpenTypes, dtype: Dtype) -> tuple[Config, DAG, DAG | None]:
+    """Return the configuration and the DAGs with ``dtype`` in place of ``auto``."""
+    config, dags = open_types.decide(dtype)
+    validation = None
+    if len(dags) > 1:
+        validation = dags[1]
+    return config, dags[0], validation
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +131,13 @@ def prepare_launch(
         relaunched=previous is not None,
     )
     train, dataset = phases[Phase.TRAIN]
-    changes = check_same_data(config.run.url, log.resume, data_versions(phases), force=job.force)
+    changes = check_same_data(
+        config.run.url,
+        log.resume,
+        data_versions(phases),
+        model_versions(config),
+        force=job.force,
+    )
     check_reachable(client, members, phases, job.checked.reads, config.run.url)
     fetch_on_workers(
         client,
@@ -194,7 +215,9 @@ def _driver(
         models=job.models,
         footprints=checked.footprints,
     )
-    steps_ahead = 0 if config.rollout.steps_ahead is None else config.rollout.steps_ahead
+    steps_ahead = 0
+    if config.rollout.steps_ahead is not None:
+        steps_ahead = config.rollout.steps_ahead
     return Driver(
         client,
         spec,
@@ -279,5 +302,6 @@ def _prepare_folder(job: Job, log: RunLog, phases: Phases) -> None:
         job.dag,
         replace=resume.exists,
         data=data_versions(phases),
+        models=model_versions(job.config),
         tables=due_tables(job.config, phases, resume.last),
     )

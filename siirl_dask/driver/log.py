@@ -13,7 +13,7 @@ from siirl_storage import join
 from siirl_dask.config import Config
 from siirl_dask.config.file.coerce import plain
 from siirl_dask.driver.checks.prompts import check_prompts
-from siirl_dask.driver.failure_text import failure_of, failure_text
+from siirl_dask.driver.failure_text import failure_text, run_failure_of
 from siirl_dask.driver.iterations import CompletedIteration
 from siirl_dask.driver.recovery.resume import ResumePoint
 from siirl_dask.driver.run_page import RunPage
@@ -134,8 +134,11 @@ class RunLog:
         keep_until: int | None = None
         repeat_from: int | None = None
         if self.resume.exists:
-            keep_until = last if last else -1
-            repeat_from = last + 1 if last else 0
+            keep_until = -1
+            repeat_from = 0
+            if last:
+                keep_until = last
+                repeat_from = last + 1
         self._metrics = MetricsLog(url, keep_until, self.attempt.number)
         self._begin_tracking(repeat_from)
         if last:
@@ -212,7 +215,7 @@ class RunLog:
             self.announce(error)
         try:
             message = redacted(f"{type(error).__name__}: {error}")
-            self.end(Status.FAILED, message, failure_of(error, self.command))
+            self.end(Status.FAILED, message, run_failure_of(error, self.command))
         except Exception as broken:
             # each store has errors of its own; what ended the run must be seen
             text = redacted(f"  the summary is not written: {type(broken).__name__}: {broken}")

@@ -100,7 +100,9 @@ def fetch_on_workers(
             if problem:
                 problems.append(f"worker {worker!r} on host {host!r}: {problem}")
     if problems:
-        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        more = ""
+        if len(problems) > _NAMED:
+            more = f"; and {len(problems) - _NAMED} more"
         raise ConfigError("; ".join(problems[:_NAMED]) + more)
     if fetched_bytes:
         progress.note(

@@ -27,6 +27,7 @@ from siirl_dask.driver.checks.continued import check_continued
 from siirl_dask.driver.checks.unread_groups import check_read
 from siirl_dask.errors import ConfigError, DataError, PlanError, did_you_mean
 from siirl_dask.images import check_layout
+from siirl_dask.models.shapes import weights_digest
 from siirl_dask.planner import DAG, Hosts, Phase, Plan, bind, compile_chains, dag_from_spec, resolve
 from siirl_dask.recipes import common
 from siirl_dask.runs.identity_file import DataVersion, DueTable
@@ -101,6 +102,14 @@ def plan_phases(
     return phases
 
 
+def model_versions(config: Config) -> dict[str, str]:
+    """Return the digest of the weights that training begins with, by the configuration's key;
+    empty where their folder is not on this machine.
+    """
+    digest = weights_digest(config.model.path)
+    return {"model.path": digest} if digest else {}
+
+
 def data_versions(phases: Phases) -> dict[str, DataVersion]:
     """Return the state of each table that is open, by the configuration's key that names it.
 
@@ -132,7 +141,9 @@ def due_tables(config: Config, phases: Phases, done: int) -> dict[str, DueTable]
     """
     if config.storage.durability is Durability.none:
         return {}
-    first = {Phase.TRAIN: done + 1, Phase.VALIDATION: done + 1 if done else 0, Phase.TEST: 0}
+    first = {Phase.TRAIN: done + 1, Phase.VALIDATION: 0, Phase.TEST: 0}
+    if done:
+        first[Phase.VALIDATION] = done + 1
     due: dict[str, DueTable] = {}
     for phase, step in first.items():
         if phase not in phases:
@@ -150,10 +161,14 @@ def _open(config: Config, dataset: Dataset, absent: Collection[str]) -> tuple[Da
     """
 
     def with_table(source: Source) -> Source:
-        return source if source.url in absent else replace(source, table=open_source(source))
+        if source.url in absent:
+            return source
+        return replace(source, table=open_source(source))
 
     def columns(source: Source) -> Schema:
-        return open_source(source).schema if source.table else assumed_columns(config, source)
+        if source.table:
+            return open_source(source).schema
+        return assumed_columns(config, source)
 
     opened = dataset.each(with_table)
     return opened, dataset_schema(opened, columns)
@@ -220,13 +235,16 @@ def _column_type(fields: Sequence[tuple[str, DataType]]) -> DataType:
 
 def validation_of(config: Config, dag: DAG, validation: DAG | None) -> DAG | None:
     """Return ``validation``, else the default validation of ``dag``; None without validation data.
+    Its rewards get the columns that those of ``dag`` get.
 
     ConfigError if the training DAG lacks the roles that the default needs.
     """
-    if validation is not None or not config.validation.url:
-        return validation
+    if validation is not None:
+        return common.scored_as_training(validation, dag)
+    if not config.validation.url:
+        return None
     try:
-        return common.validation(config, dag)
+        return common.scored_as_training(common.validation(config, dag), dag)
     except PlanError as error:
         raise ConfigError(
             f"validation.url is set, and no validation goes with this training DAG: {error}; give "
@@ -290,7 +308,9 @@ def _prepared_folder(config: Config) -> Path | None:
     if config.data.url is None:
         return None
     fs, path = open_fs(config.data.url)
-    return Path(path).parent if isinstance(fs, LocalFileSystem) else None
+    if isinstance(fs, LocalFileSystem):
+        return Path(path).parent
+    return None
 
 
 @contextmanager
@@ -381,12 +401,14 @@ def dags(file: ConfigFile) -> tuple[DAG, DAG | None]:
     """Return the training and the validation DAG of a config file; None if it has no validation
     nodes.
     """
-    dag = dag_from_spec(
-        file.roles, file.nodes, role_places=file.role_places, node_places=file.node_places
-    )
-    if not file.validation_nodes:
-        return dag, None
+    roles = file.role_places
     places = file.validation_node_places
-    return dag, dag_from_spec(
-        file.roles, file.validation_nodes, role_places=file.role_places, node_places=places
-    )
+    try:
+        dag = dag_from_spec(file.roles, file.nodes, role_places=roles, node_places=file.node_places)
+        if not file.validation_nodes:
+            return dag, None
+        return dag, dag_from_spec(
+            file.roles, file.validation_nodes, role_places=roles, node_places=places
+        )
+    except PlanError as error:
+        raise file.blamed(error) from error

@@ -3,54 +3,40 @@
 from __future__ import annotations
 
 import logging
-import time
 from contextlib import ExitStack
-from dataclasses import replace
-from threading import Event
 
 from distributed import Client
 from siirl_storage import absolute, set_retry_seconds
 
-from siirl_dask.config import Config, Dtype, Engine
+from siirl_dask.config import Config, Engine
 from siirl_dask.config.file import ConfigSource
 from siirl_dask.driver.caller import RunCaller
 from siirl_dask.driver.checks.number_type import OpenTypes, expected_dtype, is_open
 from siirl_dask.driver.checks.preflight import Checked, check, check_observation
 from siirl_dask.driver.checks.reachable import check_models_here
-from siirl_dask.driver.clusters.cluster import connect, reconnect
-from siirl_dask.driver.clusters.processes import hosts_of, workers_needed
 from siirl_dask.driver.collection import write_dataset
-from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.failure_text import going_on_text
-from siirl_dask.driver.iterations import CompletedIteration, iterations
-from siirl_dask.driver.launch import Job, Launch, plan_run, prepare_launch
+from siirl_dask.driver.launch import Job, plan_run, with_decided_type
+from siirl_dask.driver.launch_loop import launch_until_done
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.models import fetch_here, find_models
-from siirl_dask.driver.phases import Phases, data_versions, prepare, validation_of, worker_names
-from siirl_dask.driver.recovery.elastic import ElasticWorkers
-from siirl_dask.driver.recovery.preemption import Preempted, Preemption
-from siirl_dask.driver.recovery.replacement import FixedWorkers
-from siirl_dask.driver.recovery.restarts import Restarts
+from siirl_dask.driver.phases import (
+    Phases,
+    data_versions,
+    model_versions,
+    prepare,
+    validation_of,
+    worker_names,
+)
 from siirl_dask.driver.recovery.resume import (
     ResumePoint,
     check_same_data,
     find_resume_point,
     recorded_dtype,
 )
-from siirl_dask.driver.recovery.scheduler_guard import scheduler_guard
-from siirl_dask.driver.recovery.worker_group import WorkerGroup, WorkerGroups
-from siirl_dask.driver.remote_stop import listen, topic_of
 from siirl_dask.driver.requested import DATA_URL, Recipe, RequestedRun, requested_run
 from siirl_dask.driver.starts import Starts, find_starts
-from siirl_dask.errors import (
-    ConfigError,
-    Fenced,
-    Interrupted,
-    SchedulerLost,
-    SiirlError,
-    counted,
-)
-from siirl_dask.estimates.speeds import note_on_float32
+from siirl_dask.errors import ConfigError, Fenced, Interrupted, counted
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
 from siirl_dask.planner import DAG, Phase
@@ -124,7 +110,7 @@ def train(
     config, dag, validation = starts.with_folders(config, dag, validation)
     open_types = _open_types(config, dag, validation, fresh=fresh)
     if open_types is not None:
-        config, dag, validation = _decided(open_types, open_types.expected.dtype)
+        config, dag, validation = with_decided_type(open_types, open_types.expected.dtype)
     resume = find_resume_point(config, dag, fresh=fresh, force=force)
     with ExitStack() as taken:
         attempt = None
@@ -134,7 +120,8 @@ def train(
             attempt = taken.enter_context(_taken(config, progress))
             write_dataset(caller, config, resume, force=force, note=progress.note)
         planned, checked = _planned(config, dag, validation, starts, resume)
-        check_same_data(config.run.url, resume, data_versions(planned), force=force)
+        data = data_versions(planned)
+        check_same_data(config.run.url, resume, data, model_versions(config), force=force)
         check_writable(config.run.url)
         if prepare(config):
             checked = check(config, planned)  # again: now the dataset and the model exist
@@ -162,7 +149,11 @@ def train(
 
 
 def _planned(
-    config: Config, dag: DAG, validation: DAG | None, starts: Starts, resume: ResumePoint
+    config: Config,
+    dag: DAG,
+    validation: DAG | None,
+    starts: Starts,
+    resume: ResumePoint,
 ) -> tuple[Phases, Checked]:
     """Return the plans of a run, and what its checks found.
 
@@ -172,7 +163,12 @@ def _planned(
     workers = worker_names(config)
     assume_columns = config.data.prepare is not None
     planned = plan_run(
-        config, dag, validation, workers=workers, resume=resume, assume_columns=assume_columns
+        config,
+        dag,
+        validation,
+        workers=workers,
+        resume=resume,
+        assume_columns=assume_columns,
     )
     check_observation(config, planned[Phase.TRAIN][0])
     if starts.are_written:
@@ -201,7 +197,11 @@ def _taken(config: Config, progress: Progress) -> Attempt:
 
 
 def _open_types(
-    config: Config, dag: DAG, validation: DAG | None, *, fresh: bool
+    config: Config,
+    dag: DAG,
+    validation: DAG | None,
+    *,
+    fresh: bool,
 ) -> OpenTypes | None:
     """Return the run with what ``model.dtype=auto`` is expected to stand for; None where no
     model has that type.
@@ -209,32 +209,10 @@ def _open_types(
     dags = (dag,) if validation is None else (dag, validation)
     if not is_open(config, dags):
         return None
-    recorded = None if fresh else recorded_dtype(config.run.url)
+    recorded = None
+    if not fresh:
+        recorded = recorded_dtype(config.run.url)
     return OpenTypes(config, dags, expected_dtype(config.cluster, recorded))
-
-
-def _decided(open_types: OpenTypes, dtype: Dtype) -> tuple[Config, DAG, DAG | None]:
-    """Return the configuration and the DAGs with ``dtype`` in place of ``auto``."""
-    config, dags = open_types.decide(dtype)
-    validation = dags[1] if len(dags) > 1 else None
-    return config, dags[0], validation
-
-
-def _with_workers_dtype(job: Job, log: RunLog, client: Client) -> Job:
-    """Return the job with the number type that its workers decide."""
-    if job.open_types is None:
-        return job
-    decided = job.open_types.on_workers(client)
-    open_types = replace(job.open_types, expected=decided)
-    if decided.dtype is job.open_types.expected.dtype:
-        return replace(job, open_types=open_types)
-    config, dag, validation = _decided(job.open_types, decided.dtype)
-    phases = plan_run(config, dag, validation, workers=worker_names(config), resume=log.resume)
-    checked = check(config, phases)
-    log.config = config
-    return replace(
-        job, config=config, dag=dag, validation=validation, checked=checked, open_types=open_types
-    )
 
 
 def _run(job: Job, log: RunLog) -> Summary:
@@ -244,11 +222,11 @@ def _run(job: Job, log: RunLog) -> Summary:
             log.progress.warn(warning)
         fetch_here(job.models, job.config.cluster, log.progress)
         _note_start(log)
-        _launch_until_done(job, log)
+        launch_until_done(job, log)
         log.attempt.check()
     except KeyboardInterrupt as stop:
         message = (
-            f"stopped by the user after {log.steps} of {job.config.run.steps} steps; what was "
+            f"stopped by the user after {log.steps} of {counted(job.config.run.steps, 'step')}; what was "
             "written is whole"
         )
         log.end(Status.INTERRUPTED, message + str(stop))
@@ -257,7 +235,9 @@ def _run(job: Job, log: RunLog) -> Summary:
             interrupted.report = "\n".join(going_on_text(job.config, log.steps, log.command))
         raise interrupted from None
     except BaseException as error:
-        fenced = None if isinstance(error, Fenced) else _fenced(log)
+        fenced = None
+        if not isinstance(error, Fenced):
+            fenced = _fenced(log)
         if fenced is not None:
             log.fail(fenced)
             raise fenced from error  # a file that could not be written is what follows from that
@@ -283,167 +263,9 @@ def _fenced(log: RunLog) -> Fenced | None:
 
 def _note_start(log: RunLog) -> None:
     cluster = log.config.cluster
-    how = f" as {cluster.spec} says" if cluster.spec else ""
+    how = ""
+    if cluster.spec:
+        how = f" as {cluster.spec} says"
     log.progress.note(f"starting {counted(cluster.workers, 'worker')}{how}")
     if log.config.rollout.engine == Engine.auto:
         log.progress.note(f"rollout.engine=auto takes {engine_spec(Engine.auto).name}")
-
-
-def _launch_until_done(job: Job, log: RunLog) -> None:
-    """Launch the run until it is complete, or until a failure ends it: see ``Restarts``."""
-    config = job.config
-    progress = log.progress
-    caller = job.caller
-    restarts = Restarts(
-        config.run.max_restarts, progress.note, log.announce, elastic=config.cluster.elastic
-    )
-    log.restarts = restarts.done
-    groups: WorkerGroups | None = None
-    group: WorkerGroup | None = None
-    failure: SiirlError | None = None
-    driver: Driver | None = None
-    with ExitStack() as connection:
-        client = connection.enter_context(
-            connect(config, progress, security=caller.security, check=caller.stop.check)
-        )
-        try:
-            while True:
-                _check_stop(job, log)
-                try:
-                    if isinstance(failure, SchedulerLost):
-                        if driver is not None:
-                            driver.abandon()
-                        driver = None  # what it had built has gone with its workers
-                        connection.close()
-                        client = connection.enter_context(
-                            reconnect(
-                                config,
-                                progress,
-                                security=caller.security,
-                                check=caller.stop.check,
-                            )
-                        )
-                    previous = driver
-                    with scheduler_guard(client, config.cluster):
-                        if config.cluster.exists:
-                            listen(client, topic_of(log.attempt.holder), caller.stop)
-                        if groups is None:
-                            job = _with_workers_dtype(job, log, client)
-                            groups = _worker_groups(job, progress)
-                        plugin = None if previous is None else previous.plugin
-                        group = groups.find(client, group, failure, plugin)
-                        with workers_needed(client, group.members):
-                            launch = prepare_launch(
-                                job, log, client, group=group, groups=groups, previous=previous
-                            )
-                    driver = launch.driver
-                    stop = caller.stop.after_step
-                    _drive(launch, log, client, restarts, previous, stop=stop)
-                    log.page.end(Status.COMPLETE)
-                    return
-                except SiirlError as error:
-                    if caller.stop.after_step.is_set() or not restarts.after(error, log.steps):
-                        cause = restarts.cause(error)
-                        if cause is error:
-                            raise
-                        raise cause from error
-                    failure = error
-                progress.close()
-                restarts.pause(failure)
-                log.attempt.begin_again()
-        except KeyboardInterrupt:
-            log.page.end(Status.INTERRUPTED, "stopped by the user", log.command)
-            raise
-        except Exception as error:
-            log.page.end(Status.FAILED, str(error), log.command)
-            raise
-        finally:
-            if driver is not None and config.cluster.exists:
-                driver.close()
-            elif driver is not None:
-                driver.abandon()  # the cluster ends with it
-
-
-def _worker_groups(job: Job, progress: Progress) -> WorkerGroups:
-    """Return what finds the workers of each launch."""
-    config = job.config
-    if not config.cluster.elastic:
-        return FixedWorkers(config, progress)
-
-    def plan(group: WorkerGroup) -> Phases:
-        phases = plan_run(
-            group.config,
-            job.dag,
-            job.validation,
-            workers=list(group.members),
-            resume=ResumePoint(),
-            hosts=hosts_of(group.members),
-        )
-        check(group.config, phases)
-        return phases
-
-    return ElasticWorkers(config, plan, job.checked.reads, progress)
-
-
-def _check_stop(job: Job, log: RunLog) -> None:
-    """Raise Preempted where the caller has cancelled the run before a launch has begun."""
-    job.caller.stop.check()
-    if job.caller.stop.after_step.is_set() and log.steps < job.config.run.steps:
-        raise Preempted
-
-
-def _drive(
-    launch: Launch,
-    log: RunLog,
-    client: Client,
-    restarts: Restarts,
-    previous: Driver | None,
-    *,
-    stop: Event,
-) -> None:
-    """Run every iteration, and log or commit each as it is done."""
-    config = log.config
-    driver = launch.driver
-    members = launch.group.members
-    log.workers = len(members)
-    last_step_at = time.monotonic()
-    with driver.session(config.cluster, lambda error: restarts.after(error, log.steps), previous):
-        launch.prepare_folder()
-        resume = log.resume
-        dashboard = log.page.begin(
-            client, config, log.attempt.url, driver.plugin, members=members, done=resume.done
-        )
-        log.begin(dashboard)
-        for note in launch.notes:
-            log.progress.note(note)
-        reused = sum(1 for roles in driver.reused_roles.values() if roles)
-        restarts.resumed(resume.done, len(members), reused)
-        if config.model.dtype is Dtype.float32 and previous is None:
-            for accelerator in sorted(driver.accelerators):
-                log.progress.note(note_on_float32(accelerator))
-        bytes_before = driver.traffic()
-        saves = bool(config.checkpoint.every)
-        grace = config.run.grace if saves else 0.0
-        with Preemption(grace, log.progress.note, stop, saves=saves) as preemption:
-            planned = iterations(
-                config, list(launch.phases), resume.done, resume.stages, resume.recorded
-            )
-            planned = preemption.cut(launch.groups.until_change(planned))
-            for event in driver.run(planned):
-                if isinstance(event, CompletedIteration):
-                    log.record(event)
-                    if event.iteration.phase is not Phase.CHECKPOINT:
-                        last_step_at = time.monotonic()
-                else:
-                    launch.commits.commit(event)
-        bytes_after = driver.traffic()
-        if bytes_before is None or bytes_after is None:
-            log.scheduler_bytes = None
-        else:
-            log.scheduler_bytes = bytes_after - bytes_before
-        if not preemption.requested:
-            launch.groups.check_change(log.steps, last_step_at)
-    if preemption.requested and log.steps < config.run.steps:
-        if log.steps and saves:
-            raise Preempted(f", the checkpoint of step {log.steps} as well")
-        raise Preempted

@@ -50,7 +50,9 @@ class RunPage:
         scheduler's dashboard is off. ``members`` are workers and addresses, ``done`` the steps
         trained before.
         """
-        address = "" if client.dashboard_link is None else client.dashboard_link
+        address = ""
+        if client.dashboard_link is not None:
+            address = client.dashboard_link
         self._client = None
         if not config.observe.dashboard:
             return address

@@ -13,7 +13,7 @@ from siirl_storage import absolute, set_retry_seconds
 from siirl_dask.config import Config, Dtype
 from siirl_dask.coordinator import Dataset, Source, dataset_schema, opened, training_dataset
 from siirl_dask.driver.checks.number_type import OpenTypes, expected_dtype, is_open
-from siirl_dask.driver.checks.preflight import check
+from siirl_dask.driver.checks.preflight import Checked, check
 from siirl_dask.driver.checks.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.checks.prompts import check_prompts
 from siirl_dask.driver.checks.reachable import check_reachable
@@ -22,13 +22,13 @@ from siirl_dask.driver.clusters.cluster import connect
 from siirl_dask.driver.clusters.processes import hosts_of, members
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.iterations import CompletedIteration
-from siirl_dask.driver.models import fetch_here, fetch_on_workers, find_models, forgotten
-from siirl_dask.driver.phases import Phases
+from siirl_dask.driver.models import Models, fetch_here, fetch_on_workers, find_models, forgotten
+from siirl_dask.driver.phases import Phases, worker_names
 from siirl_dask.driver.who_waits import node_timeout
 from siirl_dask.errors import Interrupted, counted
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, announce, values
-from siirl_dask.planner import DAG, NO_DATA, Hosts, Iteration, Phase, Role, compile_chains
+from siirl_dask.planner import DAG, NO_DATA, Hosts, Iteration, Phase, Plan, Role, compile_chains
 from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.folder import check_writable
 from siirl_dask.schema import Schema
@@ -49,7 +49,12 @@ class StoredPass:
 
 
 def one_pass(
-    config: Config, dag: DAG, source: Source, step: int, *, passing: Collection[str] = ()
+    config: Config,
+    dag: DAG,
+    source: Source,
+    step: int,
+    *,
+    passing: Collection[str] = (),
 ) -> dict[str, float | None]:
     """Run every worker through ``dag`` once, over all of ``source``, and return the logged metrics.
 
@@ -91,7 +96,10 @@ def _lazy_roles(dag: DAG, checkpoint: Checkpoint | None) -> tuple[Role, ...]:
         state = checkpoint.state()
         url = absolute(checkpoint.url)  # workers may run in other folders
         resume = ResumeFrom(
-            url=url, roles=tuple(state.roles), states=state.states, positions=state.positions
+            url=url,
+            roles=tuple(state.roles),
+            states=state.states,
+            positions=state.positions,
         )
         past = StoredStates(resume, DistributedCheckpoint(), replace(checkpoint, url=url).verify)
     return tuple(built_when_used(role, past) for role in dag.roles)
@@ -114,74 +122,119 @@ def _passes(
     """
     hide()
     open_types: OpenTypes | None = None
-    if is_open(config, [dag for dag, _ in dags]):
-        open_types = OpenTypes(
-            config, tuple(dag for dag, _ in dags), expected_dtype(config.cluster)
-        )
+    plain_dags = tuple(dag for dag, _ in dags)
+    if is_open(config, plain_dags):
+        open_types = OpenTypes(config, plain_dags, expected_dtype(config.cluster))
         config, dags = _decided(open_types, open_types.expected.dtype, dags)
     set_retry_seconds(config.storage.retry_seconds)
     progress = Progress(sum(len(steps) for _, steps in dags), enabled=config.observe.progress)
-
-    def phases(dag: DAG, workers: list[str], hosts: Hosts | None = None) -> Phases:
-        plan = compile_chains(
-            dag, workers, schema, config.cluster.placement, hosts, overlap=config.run.overlap
-        )
-        return {Phase.EVALUATION: (plan, dataset)}
-
-    first_dag, _ = dags[0]
-    checked = check(
-        config, phases(first_dag, [str(worker) for worker in range(config.cluster.workers)])
+    passes = _Passes(
+        config=config,
+        dags=dags,
+        dataset=dataset,
+        schema=schema,
+        reads_prompts=reads_prompts,
+        open_types=open_types,
+        progress=progress,
     )
+    checked = passes.check(worker_names(config))
     check_writable(config.run.url)
     models = find_models(checked.reads)
     try:
         fetch_here(models, config.cluster, progress)
         progress.note(f"starting {counted(config.cluster.workers, 'worker')}")
         with connect(config, progress) as client:
-            workers = members(client, config.cluster.workers, resources=config.cluster.resources)
-            names = list(workers)
-            hosts = hosts_of(workers)
-            if open_types is not None:
-                decided = open_types.on_workers(client)
-                progress.note(decided.note)
-                if decided.dtype is not open_types.expected.dtype:
-                    config, dags = _decided(open_types, decided.dtype, dags)
-                    first_dag, _ = dags[0]
-                    checked = check(config, phases(first_dag, names, hosts))
-            first_phases = phases(first_dag, names, hosts)
-            check_reachable(client, workers, first_phases, checked.reads, config.run.url)
-            with forgotten(
-                client, workers, [model for url, model in models.items() if url in passing]
-            ):
-                plan, _ = first_phases[Phase.EVALUATION]
-                fetch_on_workers(
-                    client,
-                    config.cluster,
-                    workers,
-                    plan=plan,
-                    reads=checked.reads,
-                    models=models,
-                    progress=progress,
-                )
-                progress.note(f"dask       {client.dashboard_link}")
-                for warning in checked.warnings:
-                    progress.warn(warning)
-                progress.begin_pass("evaluation" if reads_prompts else "replay")
-                if reads_prompts and config.observe.progress:
-                    for note in [*notes_on_long_prompts(config, plan, dataset), *checked.row_notes]:
-                        progress.note(note)
-                results = []
-                for dag, steps in dags:
-                    planned = phases(dag, names, hosts)
-                    spec = RunSpec.of(
-                        config, workers, planned, models=models, footprints=checked.footprints
-                    )
-                    results.append(_run_steps(config, client, spec, steps, progress))
-                return results
+            return passes.run(client, checked, models, passing)
     except KeyboardInterrupt:
         raise Interrupted("stopped by the user; what was written is whole") from None
     finally:
         progress.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Passes:
+    """Passes of DAGs on the workers of one cluster."""
+
+    config: Config
+    dags: Sequence[tuple[DAG, Sequence[int]]]
+    """Each DAG, with its steps."""
+    dataset: Dataset
+    schema: Schema
+    reads_prompts: bool
+    open_types: OpenTypes | None
+    progress: Progress
+
+    def check(self, workers: list[str], hosts: Hosts | None = None) -> Checked:
+        """Check the first DAG as it is planned for the ``workers``."""
+        dag, _ = self.dags[0]
+        return check(self.config, self._phases(dag, workers, hosts))
+
+    def run(
+        self,
+        client: Client,
+        checked: Checked,
+        models: Models,
+        passing: Collection[str],
+    ) -> list[tuple[list[CompletedIteration], list[str]]]:
+        """Run each DAG at each of its steps; models at the URLs ``passing`` are removed from the
+        hosts afterwards.
+        """
+        cluster = self.config.cluster
+        workers = members(client, cluster.workers, resources=cluster.resources)
+        names = list(workers)
+        hosts = hosts_of(workers)
+        if self.open_types is not None:
+            number_type = self.open_types.on_workers(client)
+            self.progress.note(number_type.note)
+            if number_type.dtype is not self.open_types.expected.dtype:
+                self.config, self.dags = _decided(self.open_types, number_type.dtype, self.dags)
+                checked = self.check(names, hosts)
+        first_dag, _ = self.dags[0]
+        phases = self._phases(first_dag, names, hosts)
+        plan, _ = phases[Phase.EVALUATION]
+        check_reachable(client, workers, phases, checked.reads, self.config.run.url)
+        passing_models = [model for url, model in models.items() if url in passing]
+        with forgotten(client, workers, passing_models):
+            fetch_on_workers(
+                client,
+                cluster,
+                workers,
+                plan=plan,
+                reads=checked.reads,
+                models=models,
+                progress=self.progress,
+            )
+            self._note_beginning(client, checked, plan)
+            results = []
+            for dag, steps in self.dags:
+                spec = RunSpec.of(
+                    self.config,
+                    workers,
+                    self._phases(dag, names, hosts),
+                    models=models,
+                    footprints=checked.footprints,
+                )
+                results.append(_run_steps(self.config, client, spec, steps, self.progress))
+            return results
+
+    def _note_beginning(self, client: Client, checked: Checked, plan: Plan) -> None:
+        """Show the user the dashboard's address, warnings, and long prompts."""
+        progress = self.progress
+        progress.note(f"dask       {client.dashboard_link}")
+        for warning in checked.warnings:
+            progress.warn(warning)
+        progress.begin_pass("evaluation" if self.reads_prompts else "replay")
+        if self.reads_prompts and self.config.observe.progress:
+            long_prompts = notes_on_long_prompts(self.config, plan, self.dataset)
+            for note in [*long_prompts, *checked.row_notes]:
+                progress.note(note)
+
+    def _phases(self, dag: DAG, workers: list[str], hosts: Hosts | None) -> Phases:
+        config = self.config
+        plan = compile_chains(
+            dag, workers, self.schema, config.cluster.placement, hosts, overlap=config.run.overlap
+        )
+        return {Phase.EVALUATION: (plan, self.dataset)}
 
 
 def _decided(
@@ -195,7 +248,11 @@ def _decided(
 
 
 def _run_steps(
-    config: Config, client: Client, spec: RunSpec, steps: Sequence[int], progress: Progress
+    config: Config,
+    client: Client,
+    spec: RunSpec,
+    steps: Sequence[int],
+    progress: Progress,
 ) -> tuple[list[CompletedIteration], list[str]]:
     driver = Driver(
         client,

@@ -98,7 +98,10 @@ class Starts:
         return [start.note for start in self.starts]
 
     def with_folders(
-        self, config: Config, dag: DAG, validation: DAG | None
+        self,
+        config: Config,
+        dag: DAG,
+        validation: DAG | None,
     ) -> tuple[Config, DAG, DAG | None]:
         """Return the configuration and the DAGs with the folders of the models, which ``write``
         writes.
@@ -107,7 +110,10 @@ class Starts:
         return _with_paths(paths, config, dag, validation)
 
     def with_bases(
-        self, config: Config, dag: DAG, validation: DAG | None
+        self,
+        config: Config,
+        dag: DAG,
+        validation: DAG | None,
     ) -> tuple[Config, DAG, DAG | None]:
         """Return the same for checks before ``write``: with the base models in place of folders
         that are not written.
@@ -149,7 +155,9 @@ def find_starts(config: Config, dags: Iterable[DAG | None], *, fresh: bool = Fal
     for one without a policy.
     """
     existing = [dag for dag in dags if dag is not None]
-    written = [] if fresh else _written_folders(config.run.url)
+    written = []
+    if not fresh:
+        written = _written_folders(config.run.url)
     models: dict[str, WarmStart] = {}
     adapters: dict[str, WarmStart] = {}
     for path, is_of_adapters in _paths(config, existing):
@@ -246,7 +254,9 @@ def _find(path: str, run_url: str, written: Sequence[str], *, adapters: bool) ->
 
 
 def _key_of(path: str, *, adapters: bool) -> str:
-    return f"trainer.lora.path={path!r}" if adapters else f"model.path={path!r}"
+    if adapters:
+        return f"trainer.lora.path={path!r}"
+    return f"model.path={path!r}"
 
 
 def _begin(path: str, run: str, step: int | None, run_url: str, *, adapters: bool) -> WarmStart:
@@ -301,14 +311,18 @@ def _folder(run: str, step: int, run_url: str, *, adapters: bool) -> str:
         absolute(run_url), FOLDER, f"{_key(run)}-step{step:06d}{_ADAPTERS if adapters else ''}"
     )
     fs, path = open_fs(url)
-    return path if isinstance(fs, LocalFileSystem) else url
+    if isinstance(fs, LocalFileSystem):
+        return path
+    return url
 
 
 def _step_in(folder: str, keys: Collection[str], *, adapters: bool) -> int | None:
     """Return the step of the run with one of the ``keys`` whose policy is in a folder; None for
     another run's.
     """
-    end = _ADAPTERS if adapters else ""
+    end = ""
+    if adapters:
+        end = _ADAPTERS
     matched = re.fullmatch(rf"(\w+)-step(\d+){end}", folder.rpartition("/")[2], re.ASCII)
     if matched is None or matched[1] not in keys:
         return None
@@ -373,7 +387,10 @@ def _paths(config: Config, dags: Sequence[DAG]) -> Iterator[tuple[str, bool]]:
 
 
 def _with_paths(
-    paths: Mapping[tuple[str, bool], str | None], config: Config, dag: DAG, validation: DAG | None
+    paths: Mapping[tuple[str, bool], str | None],
+    config: Config,
+    dag: DAG,
+    validation: DAG | None,
 ) -> tuple[Config, DAG, DAG | None]:
     def change(value: Any) -> Any:
         if isinstance(value, ModelConfig) and (value.path, False) in paths:
@@ -382,5 +399,7 @@ def _with_paths(
             return dataclasses.replace(value, path=paths[str(value.path), True])
         return value
 
-    changed_validation = None if validation is None else with_models_in_dag(validation, change)
+    changed_validation = None
+    if validation is not None:
+        changed_validation = with_models_in_dag(validation, change)
     return with_models(config, change), with_models_in_dag(dag, change), changed_validation

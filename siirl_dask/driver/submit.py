@@ -17,11 +17,18 @@ from siirl_storage import open_fs
 
 from siirl_dask.config.file import ConfigSource
 from siirl_dask.dask_internals import start_on_loop
-from siirl_dask.driver.caller import RunCaller, StopRequest, scheduler_address
+from siirl_dask.driver.caller import (
+    AFTER_STEP,
+    AT_ONCE,
+    RunCaller,
+    StopRequest,
+    scheduler_address,
+    send,
+    topic_of,
+)
 from siirl_dask.driver.clusters.driver_task import ClusterDriver
 from siirl_dask.driver.feed import RunFeed
 from siirl_dask.driver.handle import RunHandle
-from siirl_dask.driver.remote_stop import AFTER_STEP, AT_ONCE, send, topic_of
 from siirl_dask.driver.requested import DATA_URL, Recipe, RequestedRun, requested_run
 from siirl_dask.driver.run import train
 from siirl_dask.errors import ConfigError, DataError, Interrupted, RunError
@@ -99,7 +106,12 @@ def attach(url: str, client: Client | None = None) -> RunHandle:
 
 
 def _train(
-    requested: RequestedRun, caller: RunCaller, feed: RunFeed, *, fresh: bool, force: bool
+    requested: RequestedRun,
+    caller: RunCaller,
+    feed: RunFeed,
+    *,
+    fresh: bool,
+    force: bool,
 ) -> None:
     """Train in this thread, and tell the feed how it ended."""
     try:
@@ -127,8 +139,10 @@ def _stop_elsewhere(url: str, client: Client | None, at_once: bool) -> None:
     start = newest_start(url)
     if start is None:
         raise ConfigError(f"the run at {url!r} was never started: there is nothing to cancel")
-    how = AT_ONCE if at_once else AFTER_STEP
-    sending = start_on_loop(client, send(client, topic_of(start.holder), how))
+    how = AFTER_STEP
+    if at_once:
+        how = AT_ONCE
+    sending = start_on_loop(client, send(client, topic_of(start.owner), how))
     if client.asynchronous:  # this thread may be the one that sends it
         sending.add_done_callback(partial(_log_failure, url))
     else:
@@ -166,7 +180,9 @@ class _NewRecords:
         fs.invalidate_cache()
         try:
             size = int(fs.info(path)["size"])
-            records = read_metrics(self._url) if size != self._size else []
+            records = []
+            if size != self._size:
+                records = read_metrics(self._url)
         except (FileNotFoundError, DataError):  # no step is done yet
             return
         self._size = size
@@ -214,7 +230,7 @@ class _Watch:
         if start != self._last:
             self._last = start
             self._since = self._now()
-        return self._now() - self._since > 2 * start.holder.lease
+        return self._now() - self._since > 2 * start.owner.lease
 
 
 def _outcome(url: str) -> Summary | Exception:
@@ -232,4 +248,6 @@ def _outcome(url: str) -> Summary | Exception:
     if summary.status is Status.COMPLETE:
         return summary
     text = str(summary.error)
-    return Interrupted(text) if summary.status is Status.INTERRUPTED else RunError(text)
+    if summary.status is Status.INTERRUPTED:
+        return Interrupted(text)
+    return RunError(text)

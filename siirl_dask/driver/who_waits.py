@@ -122,7 +122,9 @@ class WaitGraph:
                 f"worker {peer!r} on edge {edge}, for {seconds:.0f} s"
                 for peer, (edge, seconds) in longest.items()
             ]
-            more = " and others" if len(peers) > _MAX_PEERS else ""
+            more = ""
+            if len(peers) > _MAX_PEERS:
+                more = " and others"
             return f"worker {worker!r} waits for {' and '.join(peers[:_MAX_PEERS])}{more}"
         if answer.waits:
             return (
@@ -140,7 +142,10 @@ def node_timeout(config: Config) -> float:
 
 
 def failure_of_hang(
-    client: Client, spec: RunSpec, silent: Sequence[Any], position: str
+    client: Client,
+    spec: RunSpec,
+    silent: Sequence[Any],
+    position: str,
 ) -> RunError:
     """Return the failure of a step in which workers have been silent.
 
@@ -170,11 +175,10 @@ def failure_of_hang(
             f"{first!r}{''.join(also)}"
         )
     node = _IN_NODE.match(place)
-    failure.origin = (
-        Origin(worker=first)
-        if node is None
-        else Origin(worker=first, node=node[1], iteration=node[2])
-    )
+    if node is None:
+        failure.origin = Origin(worker=first)
+    else:
+        failure.origin = Origin(worker=first, node=node[1], iteration=node[2])
     failure.report = "" if graph is None else graph.text()
     return failure
 
@@ -184,7 +188,9 @@ def describe_waits(client: Client, spec: RunSpec, hanging: Sequence[str]) -> str
     the question on.
     """
     graph = _ask_if_reachable(client, spec, hanging)
-    return "" if graph is None else graph.text()
+    if graph is None:
+        return ""
+    return graph.text()
 
 
 def _ask_if_reachable(client: Client, spec: RunSpec, hanging: Sequence[str]) -> WaitGraph | None:
@@ -268,7 +274,9 @@ def describe_positions(busy: Mapping[str, Reading], writing: Sequence[tuple[str,
     ``writing`` has workers that still write their part of a checkpoint, and its URL.
     """
     working = {worker: reading for worker, reading in busy.items() if not reading.waits}
-    shown = working if working else busy
+    shown = busy
+    if working:
+        shown = working
     positions = [
         f"worker {worker!r} is in {reading.place or 'no task of the run'}"
         for worker, reading in shown.items()
@@ -276,8 +284,12 @@ def describe_positions(busy: Mapping[str, Reading], writing: Sequence[tuple[str,
     positions += [f"worker {worker!r} still writes its part of {url}" for worker, url in writing]
     if not positions:
         return "no worker is in a task of the run"
-    more = f" and {len(positions) - _MAX_POSITIONS} more" if len(positions) > _MAX_POSITIONS else ""
-    waiting = ", the others wait for it" if len(shown) < len(busy) else ""
+    more = ""
+    if len(positions) > _MAX_POSITIONS:
+        more = f" and {len(positions) - _MAX_POSITIONS} more"
+    waiting = ""
+    if len(shown) < len(busy):
+        waiting = ", the others wait for it"
     return "; ".join(positions[:_MAX_POSITIONS]) + more + waiting
 
 
@@ -304,6 +316,8 @@ async def _ask_positions(client: Client, plugin: str, addresses: Sequence[str]) 
         position = await _result_of(
             client.run(describe_position, plugin, workers=[address]), address
         )
-        return "a call that keeps it from answering" if position is None else str(position)
+        if position is None:
+            return "a call that keeps it from answering"
+        return str(position)
 
     return await asyncio.gather(*map(ask, addresses))

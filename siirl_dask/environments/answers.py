@@ -8,7 +8,6 @@ messages as JSON has them. ``gives`` in an error completes "its reset ..." or "i
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
@@ -17,11 +16,11 @@ from typing import Any
 from siirl_dask.environments.pictures import Parts, is_parts, with_urls, without_images
 from siirl_dask.environments.protocol import Failure, Opening, Step, Text
 from siirl_dask.errors import ImageError, UserError
+from siirl_dask.wording import bounded, without_addresses
 
 _LARGEST = 3.4028234663852886e38  # the largest float32, the type of a reward's column
 _LONGEST_HISTORY = 8 * 2**20  # bytes of a prompt or a history, which are never cut
-_LONGEST_REASON = 1000  # characters
-_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}\b")
+_BESIDE_CONTENT = 1000  # bytes of a message besides its content
 _GYM_STEP = 5  # observation, reward, terminated, truncated, info
 _SKYRL_STEP = {"observations", "reward", "done"}
 
@@ -32,26 +31,6 @@ class WrongAnswer(UserError):
 
 class Refused(UserError):
     """An environment returned a Failure; the text is its reason."""
-
-
-def without_addresses(text: str) -> str:
-    """Return a text without addresses in memory, which are others in each run."""
-    return _ADDRESS.sub("0x...", text)
-
-
-def reason_of(error: BaseException) -> str:
-    """Return how a failure words an exception, without addresses and not longer than a
-    paragraph.
-    """
-    return _bounded(without_addresses(f"raised {type(error).__name__}: {error}".rstrip(": ")))
-
-
-def _bounded(reason: str) -> str:
-    """Return a reason that can be written as UTF-8, which other workers and logs want, and is
-    not long.
-    """
-    text = reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."
-    return text.encode("utf-8", "replace").decode()
 
 
 def cut(text: str, most: int) -> str:
@@ -84,7 +63,9 @@ def opening_of(answer: object, prompt: object = None, *, most: int) -> Opening:
         answer = Opening(prompt=_text(answer, "reset gave"))  # type: ignore[arg-type]  # _text refuses others
     tools = [_plain(tool, "reset gave tools") for tool in answer.tools]
     return Opening(
-        prompt=_whole(answer.prompt, "reset gave"), tools=tools, agent=_name(answer.agent)
+        prompt=_whole(answer.prompt, "reset gave"),
+        tools=tools,
+        agent=_name(answer.agent),
     )
 
 
@@ -105,7 +86,9 @@ def step_of(answer: object, *, most: int) -> Step:
         heard = _text(observation, "step gave") if is_parts(observation) else text_of(observation)
         answer = Step(observation=heard, reward=reward, done=bool(terminated or truncated))  # type: ignore[arg-type]
     elif isinstance(answer, Mapping) and answer.keys() >= _SKYRL_STEP:
-        observations = answer["observations"] if answer["observations"] else None
+        observations = None
+        if answer["observations"]:
+            observations = answer["observations"]
         answer = Step(observation=observations, reward=answer["reward"], done=answer["done"])
     elif not isinstance(answer, Step):
         answer = Step(observation=_text(answer, "step gave"))  # type: ignore[arg-type]
@@ -125,7 +108,7 @@ def step_of(answer: object, *, most: int) -> Step:
 
 def _check_failure(answer: object) -> None:
     if isinstance(answer, Failure):
-        raise Refused(_bounded(str(answer.reason)))
+        raise Refused(bounded(str(answer.reason)))
 
 
 def state_of(state: object) -> str | None:
@@ -134,7 +117,9 @@ def state_of(state: object) -> str | None:
     WrongAnswer for a state that is not made of texts, numbers, and tuples, lists, sets or mappings
     of these.
     """
-    return None if state is None else json.dumps(_canonical(state), sort_keys=True)
+    if state is None:
+        return None
+    return json.dumps(_canonical(state), sort_keys=True)
 
 
 def after(prompt: object, text: str | Parts) -> Text:
@@ -149,7 +134,9 @@ def after(prompt: object, text: str | Parts) -> Text:
     if isinstance(prompt, str):
         return prompt + str(text)
     if not isinstance(prompt, Sequence) or not prompt:
-        return text if isinstance(text, str) else [{"role": "user", "content": [*text]}]
+        if isinstance(text, str):
+            return text
+        return [{"role": "user", "content": [*text]}]
     *before, last = prompt
     content = last.get("content")
     if isinstance(text, str) and not isinstance(content, list):
@@ -232,7 +219,9 @@ def _whole(value: object, gives: str) -> Text | None:
     value = _text(value, gives)
     clean: Text | None
     if value is None or isinstance(value, str):
-        clean = None if value is None else value.encode("utf-8", "replace").decode()
+        clean = None
+        if value is not None:
+            clean = value.encode("utf-8", "replace").decode()
     else:
         clean = [_message(message, gives) for message in value]  # type: ignore[attr-defined]
     if clean is not None and (size := _size(clean)) > _LONGEST_HISTORY:
@@ -244,7 +233,9 @@ def _short(value: object, most: int) -> Text | None:
     """Return an observation of at most ``most`` bytes: later messages are cut first."""
     value = _text(value, "step gave")
     if value is None or isinstance(value, str):
-        return None if value is None else cut(value, most)
+        if value is None:
+            return None
+        return cut(value, most)
     messages = []
     left = most
     for given in value:  # type: ignore[attr-defined]
@@ -253,7 +244,8 @@ def _short(value: object, most: int) -> Text | None:
             message = {**given, "content": cut(content, max(left, 0))}
             left -= len(content.encode("utf-8", "replace"))
         messages.append(_message(message, "step gave"))
-    if (size := _size(messages)) > 2 * most + _LONGEST_REASON * len(messages) + 2**16:
+    size = _size(messages)
+    if size > 2 * most + _BESIDE_CONTENT * len(messages) + 2**16:
         raise WrongAnswer(
             f"step gave messages of {size} bytes beside their texts: expected at most about {most}"
         )

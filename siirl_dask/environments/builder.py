@@ -33,7 +33,11 @@ class WorkerEnvironments(HoldsNoGroups):
     """
 
     def __init__(
-        self, world: World, config: EnvironmentsConfig, device: Device, parser: CallParser
+        self,
+        world: World,
+        config: EnvironmentsConfig,
+        device: Device,
+        parser: CallParser,
     ) -> None:
         self._config = config
         own: list[Schema] = [schema_of(tool) for tool in world.tools.values()]

@@ -17,13 +17,13 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from siirl_dask.environments.answers import cut, without_addresses
+from siirl_dask.environments.answers import cut
 from siirl_dask.environments.event_loop import EventLoop
 from siirl_dask.environments.places import guarded, within
 from siirl_dask.environments.protocol import Failure, Lost
 from siirl_dask.environments.tools import Schema
 from siirl_dask.errors import ConfigError
-from siirl_dask.wording import REDACTED, redacted
+from siirl_dask.wording import REDACTED, redacted, without_addresses
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -66,7 +66,12 @@ class McpServers:
     """
 
     def __init__(
-        self, servers: Mapping[str, str], loop: EventLoop, *, timeout: float | None, most: int
+        self,
+        servers: Mapping[str, str],
+        loop: EventLoop,
+        *,
+        timeout: float | None,
+        most: int,
     ) -> None:
         self._loop = loop
         self._leave = asyncio.Event()
@@ -143,7 +148,8 @@ class _Server:
         while not leave.is_set():
             try:
                 async with self._open() as client:
-                    self.tools = self.tools if known else await _tools_of(client)
+                    if not known:
+                        self.tools = await _tools_of(client)
                     known = True
                     self._client = client
                     self._lost.clear()
@@ -176,7 +182,9 @@ class _Server:
         try:
             await asyncio.wait_for(self.connected.wait(), _AGAIN_TIMEOUT)
         except TimeoutError:
-            why = f": {self._last_error}" if self._last_error else ""
+            why = ""
+            if self._last_error:
+                why = f": {self._last_error}"
             return Lost(
                 without_addresses(
                     f"has lost its server, {self.name}, which does not come back{why}"
@@ -194,7 +202,10 @@ class _Server:
         return result
 
     async def _result(
-        self, client: Client, name: str, arguments: Mapping[str, Any]
+        self,
+        client: Client,
+        name: str,
+        arguments: Mapping[str, Any],
     ) -> str | Failure:
         answer = await within(self._timeout, client.call_tool(name, dict(arguments)))
         texts = [getattr(part, "text", f"[{part.type}]") for part in answer.content]
@@ -240,7 +251,8 @@ async def _tools_of(client: Client) -> list[Schema]:
                     "function": {**described, "parameters": dict(tool.input_schema)},
                 }
             )
-        if (page := listed.next_cursor) is None:
+        page = listed.next_cursor
+        if page is None:
             return found
 
 

@@ -47,7 +47,9 @@ def file_of(part: Mapping[str, Any]) -> bytes | None:
     """Return the file of an image that ``with_urls`` has made; None for a part without an image
     of its own.
     """
-    url = part.get("image") if part.get("type") == "image" else None
+    url = None
+    if part.get("type") == "image":
+        url = part.get("image")
     if url is None:
         return None
     _, comma, data = str(url).partition(";base64,")

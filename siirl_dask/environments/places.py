@@ -13,11 +13,12 @@ from functools import partial
 from threading import Thread
 from typing import Any, Protocol, TypeVar
 
-from siirl_dask.environments.answers import Refused, WrongAnswer, reason_of, without_addresses
+from siirl_dask.environments.answers import Refused, WrongAnswer
 from siirl_dask.environments.protocol import Failure, Step
 from siirl_dask.environments.room import Opened, Room, World
 from siirl_dask.environments.shapes import UnknownShape, is_async
 from siirl_dask.errors import UserError
+from siirl_dask.wording import exception_text, without_addresses
 
 _T = TypeVar("_T")
 
@@ -32,13 +33,20 @@ class EnvironmentHost(Protocol):
     """
 
     async def open(
-        self, episode: int, name: str, row: Mapping[str, Any], seed: int
+        self,
+        episode: int,
+        name: str,
+        row: Mapping[str, Any],
+        seed: int,
     ) -> Opened | Failure: ...
 
     async def step(self, episode: int, text: str) -> Step | Failure: ...
 
     async def use(
-        self, episode: int | None, tool: str, arguments: Mapping[str, Any]
+        self,
+        episode: int | None,
+        tool: str,
+        arguments: Mapping[str, Any],
     ) -> str | Failure: ...
 
     async def reward(self, episode: int) -> float | Failure: ...
@@ -72,7 +80,11 @@ class InWorker:
         self._room = Room(world, self._call, async_only=timeout is not None)
 
     async def open(
-        self, episode: int, name: str, row: Mapping[str, Any], seed: int
+        self,
+        episode: int,
+        name: str,
+        row: Mapping[str, Any],
+        seed: int,
     ) -> Opened | Failure:
         return await guarded(self._room.reset(episode, name, row, seed))
 
@@ -80,7 +92,10 @@ class InWorker:
         return await guarded(self._room.step(episode, text))
 
     async def use(
-        self, episode: int | None, tool: str, arguments: Mapping[str, Any]
+        self,
+        episode: int | None,
+        tool: str,
+        arguments: Mapping[str, Any],
     ) -> str | Failure:
         return await guarded(self._room.use(episode, tool, arguments))
 
@@ -106,7 +121,9 @@ class InWorker:
             if is_async(function):
                 return await within(self._timeout, call())
             result = await self._threads.run(call)
-            return await within(self._timeout, result) if inspect.isawaitable(result) else result
+            if inspect.isawaitable(result):
+                return await within(self._timeout, result)
+            return result
 
 
 async def guarded(call: Awaitable[_T]) -> _T | Failure:
@@ -116,7 +133,7 @@ async def guarded(call: Awaitable[_T]) -> _T | Failure:
     except (CallFailed, Refused, WrongAnswer, UnknownShape) as error:
         return Failure(without_addresses(str(error)))
     except Exception as error:  # whatever a user's environment raises is reported with its episode
-        return Failure(reason_of(error))
+        return Failure(exception_text(error))
 
 
 async def within(timeout: float | None, call: Awaitable[_T]) -> _T:
@@ -130,7 +147,7 @@ async def within(timeout: float | None, call: Awaitable[_T]) -> _T:
         try:
             return await call
         except (SystemExit, KeyboardInterrupt) as error:  # these would end the event loop
-            raise CallFailed(reason_of(error)) from error
+            raise CallFailed(exception_text(error)) from error
 
     task = asyncio.ensure_future(shielded())
     try:
@@ -209,7 +226,7 @@ def _perform(
     ) as error:  # SystemExit too: it is the episode's failure, not the thread's end
         failure: BaseException = error
         if not isinstance(error, Exception) or isinstance(error, StopIteration):
-            failure = CallFailed(reason_of(error))  # a future takes no such error
+            failure = CallFailed(exception_text(error))  # a future takes no such error
         settle = partial(_settle, future, None, failure)
     with suppress(RuntimeError):  # the loop has ended: nobody waits any more
         loop.call_soon_threadsafe(settle)

@@ -16,13 +16,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from siirl_dask.environments.answers import WrongAnswer, cut, opening_from, reason_of, step_from
+from siirl_dask.environments.answers import WrongAnswer, cut, opening_from, step_from
 from siirl_dask.environments.places import CallFailed, guarded
 from siirl_dask.environments.protocol import Failure, Step
 from siirl_dask.environments.room import Opened, Room, World
 from siirl_dask.errors import ConfigError
 from siirl_dask.pickling import dumps
 from siirl_dask.rewards.child_process import Child, Outcome, connect
+from siirl_dask.wording import exception_text
 
 _LONGEST = 32 * 2**20  # bytes of an answer, which holds at most one prompt and one history
 
@@ -55,7 +56,11 @@ class InProcesses:
             raise
 
     async def open(
-        self, episode: int, name: str, row: Mapping[str, Any], seed: int
+        self,
+        episode: int,
+        name: str,
+        row: Mapping[str, Any],
+        seed: int,
     ) -> Opened | Failure:
         return await guarded(self._open(episode, name, row, seed))
 
@@ -63,7 +68,10 @@ class InProcesses:
         return await guarded(self._step(episode, text))
 
     async def use(
-        self, episode: int | None, tool: str, arguments: Mapping[str, Any]
+        self,
+        episode: int | None,
+        tool: str,
+        arguments: Mapping[str, Any],
     ) -> str | Failure:
         return await guarded(self._use(episode, tool, arguments))
 
@@ -72,13 +80,16 @@ class InProcesses:
 
     async def close(self, episode: int) -> Failure | None:
         """Have an episode's process close its environment; a process that is gone has none."""
-        if (held := self._held.pop(episode, None)) is None:
+        held = self._held.pop(episode, None)
+        if held is None:
             return None
         held.slot.held -= 1
         if not held.there:
             return None
         answer = await guarded(held.slot.ask(("close", episode), held.life))
-        return answer if isinstance(answer, Failure) else None
+        if isinstance(answer, Failure):
+            return answer
+        return None
 
     def holds(self, episode: int) -> bool:
         """Whether the process that an episode began in is there."""
@@ -187,7 +198,8 @@ class _Slot:
 
     def kill(self) -> None:
         """Kill the child. Any thread may call it."""
-        if (child := self._child) is not None:
+        child = self._child
+        if child is not None:
             child.kill()
 
     def end(self) -> None:
@@ -243,7 +255,8 @@ def serve(file: int) -> None:
     is gone.
     """
     requests = connect(file)
-    if (world := requests.load(_prepare)) is None:
+    world = requests.load(_prepare)
+    if world is None:
         return
     room = Room(world, _call)
     calls: Mapping[str, Callable[..., Any]] = {
@@ -278,18 +291,22 @@ def _prepare(world: World) -> None:
 async def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     try:
         result = function(*arguments, **named)
-        return await result if inspect.isawaitable(result) else result
+        if inspect.isawaitable(result):
+            return await result
+        return result
     except (
         SystemExit,
         KeyboardInterrupt,
         asyncio.CancelledError,
     ) as error:  # these would end the process
-        raise CallFailed(reason_of(error)) from error
+        raise CallFailed(exception_text(error)) from error
 
 
 def _as_json(outcome: tuple[Any, str | None]) -> bytes:
     answer, failure = outcome
-    plain = asdict(answer) if isinstance(answer, (Opened, Step)) else answer
+    plain = answer
+    if isinstance(answer, (Opened, Step)):
+        plain = asdict(answer)
     frame = json.dumps((plain, failure)).encode()
     if len(frame) > _LONGEST:
         return json.dumps((None, f"gave {len(frame)} bytes: expected at most {_LONGEST}")).encode()

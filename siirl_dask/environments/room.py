@@ -77,7 +77,8 @@ class Room:
         shape = self._open[episode] = shape_of(thing)
         if self.async_only:
             refuse_blocking(type(thing).__qualname__, shape)
-        if (tools := self.world.schemas.get(name)) is None:
+        tools = self.world.schemas.get(name)
+        if tools is None:
             if type(thing) not in self._schemas:
                 self._schemas[type(thing)] = [schema_of(tool) for tool in shape.tools.values()]
             tools = self._schemas[type(thing)]
@@ -137,7 +138,8 @@ def refuse_blocking(name: str, shape: EnvironmentFunctions) -> None:
     """Raise UnknownShape for an environment with a function that is not async, which nothing
     could stop.
     """
-    if blocking := [function for function, call in shape.calls.items() if not is_async(call)]:
+    blocking = [function for function, call in shape.calls.items() if not is_async(call)]
+    if blocking:
         raise UnknownShape(
             f"{name}.{blocking[0]} is not async: environments.timeout needs environments.processes "
             "of at least 1, since a function in the worker itself cannot be stopped"

@@ -16,7 +16,7 @@ from itertools import count
 from types import TracebackType
 from typing import Any
 
-from siirl_dask.environments.answers import cut, reason_of
+from siirl_dask.environments.answers import cut
 from siirl_dask.environments.event_loop import EventLoop
 from siirl_dask.environments.places import EnvironmentHost
 from siirl_dask.environments.protocol import (
@@ -32,6 +32,7 @@ from siirl_dask.environments.protocol import (
 from siirl_dask.environments.room import ONLY, Opened
 from siirl_dask.environments.tools import Call, CallParser, Schema, observation_of, schemas_by_name
 from siirl_dask.errors import ConfigError
+from siirl_dask.wording import exception_text
 
 logger = logging.getLogger("siirl_dask.environments")
 
@@ -122,7 +123,9 @@ class WorkerSession:
         self._on_answer = on_answer
         self._episodes: dict[int, _Episode] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._room = asyncio.Semaphore(rules.max_open) if rules.max_open is not None else None
+        self._room = None
+        if rules.max_open is not None:
+            self._room = asyncio.Semaphore(rules.max_open)
         self._left = False
         self._broken: BaseException | None = None
 
@@ -170,14 +173,17 @@ class WorkerSession:
         episode.task = asyncio.create_task(self._answer(number, episode, call(episode)))
 
     async def _answer(
-        self, number: int, episode: _Episode, call: Coroutine[Any, Any, Answer]
+        self,
+        number: int,
+        episode: _Episode,
+        call: Coroutine[Any, Any, Answer],
     ) -> None:
         try:
             answer = await call
         except Exception as error:
             # nothing of an environment comes this way; a caller that waits must hear of it
             logger.exception("a call of episode %d", number)
-            answer = Failure(reason_of(error))
+            answer = Failure(exception_text(error))
         episode.task = None
         if self._left or self._episodes.get(number) is not episode:
             return
@@ -222,7 +228,9 @@ class WorkerSession:
         rules = self._rules
         if opened is None or episode.tools is None:
             return Failure("is not open")
-        calls = rules.parser.calls(action, episode.tools) if episode.tools else []
+        calls = []
+        if episode.tools:
+            calls = rules.parser.calls(action, episode.tools)
         if not calls and opened.takes_text:
             answer: Answer = await rules.place.step(episode.key, action.text)
         elif not calls:
@@ -276,7 +284,8 @@ class WorkerSession:
         return replace(answer, reward=answer.reward + rise)
 
     def _close(self, number: int) -> None:
-        if (episode := self._episodes.pop(number, None)) is not None:
+        episode = self._episodes.pop(number, None)
+        if episode is not None:
             task = asyncio.create_task(self._finish(number, episode))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

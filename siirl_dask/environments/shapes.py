@@ -54,7 +54,8 @@ class EnvironmentFunctions:
 
 def is_async(function: Callable[..., Any] | None) -> bool:
     """Return whether a call of the function gives a coroutine."""
-    function = function.func if isinstance(function, partial) else function
+    if isinstance(function, partial):
+        function = function.func
     if inspect.iscoroutinefunction(function):
         return True
     return inspect.iscoroutinefunction(
@@ -85,7 +86,9 @@ def shape_of(thing: object) -> EnvironmentFunctions:
     if getattr(thing, "action_space", None) is not None or (
         names and set(names) <= {"seed", "options"}
     ):
-        numbered = _gym_step(thing, step) if callable(step) else None
+        numbered = None
+        if callable(step):
+            numbered = _gym_step(thing, step)
         return _checked(
             thing,
             EnvironmentFunctions(
@@ -119,7 +122,9 @@ def make(factory: Callable[..., Any], row: Mapping[str, Any]) -> Any:
     """
     parameters = _parameters(factory)
     wanted: dict[str, Any] = {"extras": dict(row), "env_config": {}}
-    bound = factory.keywords if isinstance(factory, partial) else {}
+    bound = {}
+    if isinstance(factory, partial):
+        bound = factory.keywords
     return factory(
         **{
             name: value
@@ -130,7 +135,9 @@ def make(factory: Callable[..., Any], row: Mapping[str, Any]) -> Any:
 
 
 def _name(thing: object) -> str:
-    return thing.__qualname__ if isinstance(thing, type) else type(thing).__qualname__
+    if isinstance(thing, type):
+        return thing.__qualname__
+    return type(thing).__qualname__
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -146,7 +153,8 @@ def _listed_tools(thing: object) -> dict[str, Callable[..., Any]]:
     names = getattr(thing, "tools", ())
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
         return {}  # something of the class's own
-    if missing := [name for name in names if not callable(getattr(thing, name, None))]:
+    missing = [name for name in names if not callable(getattr(thing, name, None))]
+    if missing:
         raise UnknownShape(f"{_name(thing)}.tools names {missing}, and it has no such methods")
     return {name: getattr(thing, name) for name in names}
 
@@ -204,12 +212,16 @@ def _after_prompt(answer: Any, prompt: object) -> Any:
             return _after_prompt(await answer, prompt)
 
         return awaited()
-    return Opening(prompt=after(prompt, answer)) if isinstance(answer, str) else answer
+    if isinstance(answer, str):
+        return Opening(prompt=after(prompt, answer))
+    return answer
 
 
 def _gym_reset(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> Any:
     parameters = _parameters(reset)
-    return reset(seed=seed, options=dict(row)) if "options" in parameters else reset(seed=seed)
+    if "options" in parameters:
+        return reset(seed=seed, options=dict(row))
+    return reset(seed=seed)
 
 
 def _gym_step(env: Any, step: Callable[..., Any]) -> Callable[[str], Any]:
@@ -239,4 +251,6 @@ def _gym_step(env: Any, step: Callable[..., Any]) -> Callable[[str], Any]:
 
 def _init(begin: Callable[..., Any], row: Mapping[str, Any], seed: int) -> Any:
     prompt = row.get("prompt")
-    return begin([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return begin(prompt)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from siirl_dask.environments.answers import without_addresses
 from siirl_dask.environments.protocol import Action, Message, Text
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, clause
+from siirl_dask.wording import without_addresses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,15 +62,18 @@ def schema_of(function: Callable[..., Any]) -> Schema:
     # takes seconds to import: only where there are tools
     from transformers.utils.chat_template_utils import get_json_schema
 
-    bound = function.keywords if isinstance(function, partial) else {}
-    bare = function.func if isinstance(function, partial) else function
+    bound = {}
+    bare = function
+    if isinstance(function, partial):
+        bound = function.keywords
+        bare = function.func
     name = getattr(bare, "__name__", repr(bare))
     try:
         schema: dict[str, Any] = get_json_schema(bare)
     except Exception as error:
         # transformers raises exceptions of its own, which have no common base
         raise ConfigError(
-            f"the tool {name!r} has no schema: {error}; expected types on all arguments and a "
+            f"the tool {name!r} has no schema: {clause(error)}; expected types on all arguments and a "
             "docstring with a line for each under 'Args:'"
         ) from error
     parameters = schema["function"]["parameters"]
@@ -163,10 +166,11 @@ def _hermes(body: str, *, closed: bool) -> Call | Malformed:
 
 
 def _call_of(plain: object) -> Call | Malformed:
-    arguments = (
-        plain.get("arguments", plain.get("parameters", {})) if isinstance(plain, Mapping) else None
-    )
-    name = plain.get("name") if isinstance(plain, Mapping) else None
+    arguments = None
+    name = None
+    if isinstance(plain, Mapping):
+        arguments = plain.get("arguments", plain.get("parameters", {}))
+        name = plain.get("name")
     if isinstance(arguments, str):  # as in OpenAI's API
         try:
             arguments = json.loads(arguments)
@@ -189,7 +193,8 @@ def checked(call: Call, tools: Mapping[str, Schema]) -> Call | Malformed:
     known = parameters.get("properties")
     if not known:
         known = {}
-    if missing := [name for name in parameters.get("required") or () if name not in call.arguments]:
+    missing = [name for name in parameters.get("required") or () if name not in call.arguments]
+    if missing:
         return Malformed(f"{call.name} needs {', '.join(missing)}")
     arguments = {}
     for name, value in call.arguments.items():

@@ -19,7 +19,7 @@ from siirl_dask.estimates.node_seconds import NodeSeconds, Placement
 from siirl_dask.estimates.performance import Split, schedule, splits_by
 from siirl_dask.estimates.speeds import Speed
 from siirl_dask.observe import Record
-from siirl_dask.observe.trace.measured import Measured
+from siirl_dask.observe.trace.step_averages import Measured
 from siirl_dask.planner import DATA, Plan, TableSizes, estimate, rows_made
 from siirl_dask.schema import PARAMETER_DATA, PROMPT_IDS, RESPONSE_IDS
 
@@ -203,10 +203,15 @@ class _Scaled:
 
 
 def _node(
-    plan: Plan, name: str, measured: Measured, estimated: Mapping[str, float] | None
+    plan: Plan,
+    name: str,
+    measured: Measured,
+    estimated: Mapping[str, float] | None,
 ) -> NodeAnalysis:
     node = plan.flow[name].node
-    estimated_seconds = None if estimated is None else estimated.get(name)
+    estimated_seconds = None
+    if estimated is not None:
+        estimated_seconds = estimated.get(name)
     analysis = NodeAnalysis(
         name=name,
         role=node.role,
@@ -247,11 +252,19 @@ def _edges(
     edges = []
     for ends, bound in bounds.items():
         moves = ends in moving
-        own = measured.edges.get(moving[ends]) if moves else None
+        own = None
+        if moves:
+            own = measured.edges.get(moving[ends])
         source, target, *by_group = ends
-        expected_bytes = at_mean[ends].bytes if moves and at_mean is not None else None
-        received = None if own is None else own.received
-        measured_rows = None if by_group else rows.get(plan.flow[target].rows)
+        expected_bytes = None
+        if moves and at_mean is not None:
+            expected_bytes = at_mean[ends].bytes
+        received = None
+        if own is not None:
+            received = own.received
+        measured_rows = None
+        if not by_group:
+            measured_rows = rows.get(plan.flow[target].rows)
         edges.append(
             EdgeAnalysis(
                 source,
@@ -273,7 +286,9 @@ def _measured_rows(
     """Return the rows of an average step by the node that made them: prompts, and their samples."""
     found: dict[str, float | None] = {}
     for maker in rows_made(plan, sizes):
-        written = () if maker == DATA else plan.flow[maker].node.contract.writes.names
+        written = ()
+        if maker != DATA:
+            written = plan.flow[maker].node.contract.writes.names
         if RESPONSE_IDS in written:
             found[maker] = _mean(records, "samples")
         elif maker == DATA or PROMPT_IDS in written:
@@ -294,4 +309,6 @@ def _memory(group: WorkerMemory, measured: Measured) -> MemoryAnalysis:
 def _mean(records: Sequence[Record], name: str) -> float | None:
     values = [record["metrics"].get(name) for record in records]
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    if known:
+        return sum(known) / len(known)
+    return None

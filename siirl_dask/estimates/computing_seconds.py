@@ -93,12 +93,16 @@ class _Tokens:
 
 
 def _flops(model: ComputedModel, speed: Speed) -> float:
-    return speed.flops if model.itemsize == 2 else speed.flops32  # bytes of bfloat16
+    if model.itemsize == 2:  # bytes of bfloat16
+        return speed.flops
+    return speed.flops32
 
 
 def _head_flops(model: ComputedModel, speed: Speed) -> float:
     """Return the arithmetic of the head for a token, in units of that in the model's type."""
-    slower = speed.flops / speed.flops32 if model.wide_head else 1.0
+    slower = 1.0
+    if model.wide_head:
+        slower = speed.flops / speed.flops32
     return 2 * slower * model.head
 
 
@@ -124,7 +128,9 @@ def _pass_bytes(model: ComputedModel, tokens: _Tokens) -> float:
     architecture = model.architecture
     per_token = 24 * architecture.hidden + model.itemsize * 4 * architecture.intermediate
     in_attention = model.itemsize * 2 * (architecture.queries + architecture.keys)
-    copies = 2 if tokens.computed < tokens.whole else 1
+    copies = 1
+    if tokens.computed < tokens.whole:
+        copies = 2
     return (
         2
         * architecture.layers
@@ -162,7 +168,11 @@ def _tokens(
 
 
 def scoring_seconds(
-    model: ComputedModel, trainer: TrainerConfig, config: Config, speed: Speed, lengths: StepTokens
+    model: ComputedModel,
+    trainer: TrainerConfig,
+    config: Config,
+    speed: Speed,
+    lengths: StepTokens,
 ) -> float:
     tokens = _tokens(model, trainer, config, lengths)
     compute = _forward_flops(model, tokens, speed)
@@ -172,7 +182,9 @@ def scoring_seconds(
     )
     if speed.cores:
         seconds += _pass_bytes(model, tokens) / speed.memory_rate
-    gathered = model.itemsize * model.size.total if trainer_spec(trainer.backend).gathers else 0
+    gathered = 0
+    if trainer_spec(trainer.backend).gathers:
+        gathered = model.itemsize * model.size.total
     return _with_collectives(seconds, passes * gathered, model, speed)
 
 
@@ -187,7 +199,9 @@ def update_seconds(
 ) -> float:
     """Return the seconds of an update; ``matrices`` are the shapes of what Muon steps."""
     steps = config.algorithm.minibatches * config.algorithm.epochs
-    parts = config.algorithm.minibatches if config.algorithm.split_groups else 1
+    parts = 1
+    if config.algorithm.split_groups:
+        parts = config.algorithm.minibatches
     tokens = _tokens(model, trainer, config, lengths, epochs=config.algorithm.epochs, parts=parts)
     times = (2 if trainer.lora.rank else 3) + trainer.gradient_checkpointing
     compute = times * _forward_flops(model, tokens, speed)
@@ -198,11 +212,18 @@ def update_seconds(
     seconds = compute / (_flops(model, speed) * speed.training) + passes * operations
     if speed.cores:
         seconds += times * _pass_bytes(model, tokens) / speed.memory_rate
-    learned = model.size.total if not trainer.lora.rank else 0
+    learned = 0
+    if not trainer.lora.rank:
+        learned = model.size.total
     shards = division_of(trainer, model.workers).shards
     gathers = trainer_spec(trainer.backend).gathers
     step = optimizer_step(
-        learned, matrices, speed, shards=shards, workers=model.workers, gathers=gathers
+        learned,
+        matrices,
+        speed,
+        shards=shards,
+        workers=model.workers,
+        gathers=gathers,
     )
     seconds += steps * step.seconds
     if gathers:
@@ -217,7 +238,12 @@ def update_seconds(
 
 
 def _with_collectives(
-    compute: float, nbytes: float, model: ComputedModel, speed: Speed, *, hidden: bool = True
+    compute: float,
+    nbytes: float,
+    model: ComputedModel,
+    speed: Speed,
+    *,
+    hidden: bool = True,
 ) -> float:
     """Return the seconds of computing and of collectives; computing hides most of these if they
     are ``hidden``.
@@ -230,7 +256,11 @@ def _with_collectives(
 
 
 def generation_seconds(
-    model: ComputedModel, rollout: RolloutConfig, config: Config, speed: Speed, lengths: StepTokens
+    model: ComputedModel,
+    rollout: RolloutConfig,
+    config: Config,
+    speed: Speed,
+    lengths: StepTokens,
 ) -> float:
     """Return the seconds of the slowest engine, in which a waiting row replaces each row that
     has ended.
@@ -243,7 +273,9 @@ def generation_seconds(
     slots = min(
         rows, _slots(model, rollout, float(facts.rows(rollout)), speed=speed, lengths=lengths)
     )
-    prompts = rows / rollout.n if facts.reads_prompts_once(rollout) else rows
+    prompts = rows
+    if facts.reads_prompts_once(rollout):
+        prompts = rows / rollout.n
     flops = ranks * _flops(model, speed)
     rate = ranks * speed.memory_rate * speed.decoding
     read = prompts * lengths.prompt
@@ -258,13 +290,20 @@ def generation_seconds(
     reading = (weights + cache) / rate
     token_flops = 2 * model.needed() + _head_flops(model, speed)
     arithmetic = running * token_flops / (flops * speed.prefill)
-    token = reading + arithmetic if speed.cores else max(reading, arithmetic)
+    token = max(reading, arithmetic)
+    if speed.cores:
+        token = reading + arithmetic
     token += running * model.architecture.vocabulary * _SAMPLER / speed.memory_rate + speed.step
     return prefill + steps * (token + _operations(model, speed, "step"))
 
 
 def _slots(
-    model: ComputedModel, rollout: RolloutConfig, most: float, *, speed: Speed, lengths: StepTokens
+    model: ComputedModel,
+    rollout: RolloutConfig,
+    most: float,
+    *,
+    speed: Speed,
+    lengths: StepTokens,
 ) -> float:
     """Return the rows that an engine generates at once: at most ``most``, and as many as have
     room.

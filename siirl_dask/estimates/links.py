@@ -106,7 +106,9 @@ class _Layouts:
                 self.links[edge.name] = self._count_groups(edge, guiding, owners)
             elif edge.moves:
                 self.links[edge.name] = self._count(edge, self._tables[edge.source], owners)
-        return None if guiding is None else replace(guiding, workers=owners)
+        if guiding is None:
+            return None
+        return replace(guiding, workers=owners)
 
     def _loaded(self, node_columns: NodeColumns) -> _Table:
         """Return the step's prompts, in equal parts on the workers that load them."""
@@ -207,7 +209,10 @@ class _Layouts:
         return self._count(edge, _Table(self._rows(ids, ids, 0), locations[indices]), group_owners)
 
     def _replicated(
-        self, edge: Edge, held: Mapping[str, float], hosts_with_all: Collection[str] = ()
+        self,
+        edge: Edge,
+        held: Mapping[str, float],
+        hosts_with_all: Collection[str] = (),
     ) -> Links:
         """Return the links of rows that go to every target.
 

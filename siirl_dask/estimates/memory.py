@@ -33,10 +33,10 @@ from siirl_dask.planner import (
     RoleCost,
     TableSizes,
     TableUsage,
+    always_reloaded,
     options_of,
     usage,
 )
-from siirl_dask.planner.reloads import always_reloaded
 from siirl_dask.schema import PARAMETER_DATA, ROUTED_EXPERTS
 from siirl_dask.training.preflight import count_adapters
 from siirl_dask.wording import readable_bytes, worker_ranges
@@ -123,7 +123,11 @@ class WorkerMemory:
 
 
 def memory_of(
-    config: Config, phases: Phases, costs: Mapping[str, RoleCost], *, accelerators: bool = False
+    config: Config,
+    phases: Phases,
+    costs: Mapping[str, RoleCost],
+    *,
+    accelerators: bool = False,
 ) -> list[WorkerMemory]:
     """Return the host's memory of each group of workers with the same roles, in the phase that
     takes most.
@@ -287,7 +291,9 @@ def _route_widths(config: Config) -> dict[str, int]:
     """Return the bytes of a row's routes, a byte for each expert that a token goes to; none
     where they are unknown.
     """
-    routing = read_routing(config.model.path) if config.rollout.router_replay else None
+    routing = None
+    if config.rollout.router_replay:
+        routing = read_routing(config.model.path)
     if routing is None:
         return {}
     tokens = config.data.max_prompt_length + config.rollout.max_response_length - 1
@@ -296,11 +302,16 @@ def _route_widths(config: Config) -> dict[str, int]:
 
 def _rows(source: Source) -> int:
     """Return the rows of a table, 0 for an absent one."""
-    return open_source(source).num_rows if source.table or exists(source.url) else 0
+    if source.table or exists(source.url):
+        return open_source(source).num_rows
+    return 0
 
 
 def _published(
-    node: Node, config: Config, plan: Plan, count: Callable[[str], ModelSize | None]
+    node: Node,
+    config: Config,
+    plan: Plan,
+    count: Callable[[str], ModelSize | None],
 ) -> tuple[ModelSize, int] | None:
     """Return the size of the weights that a node publishes, and the bytes of each number.
 
@@ -321,4 +332,6 @@ def _published(
             size = count(model.path)
     except UnreachableModelError:
         return None
-    return None if size is None else (size, itemsize)
+    if size is None:
+        return None
+    return (size, itemsize)

@@ -52,7 +52,9 @@ def find_shortage(config: Config, groups: Sequence[WorkerMemory]) -> MemoryShort
     largest = max(groups, key=lambda group: group.total)
     workers = sum(len(group.workers) for group in groups)
     held = sum(_held(group) * len(group.workers) for group in groups)
-    each = f", up to {readable_bytes(largest.total)} each" if workers > 1 else ""
+    each = ""
+    if workers > 1:
+        each = f", up to {readable_bytes(largest.total)} each"
     text = (
         f"{counted(workers, 'worker')} on this machine may come to need {readable_bytes(needed)}"
         f"{each}, and {_there_is(host)}: most of it is {_largest_part(largest)}"
@@ -103,7 +105,9 @@ def _cure_of_computing(config: Config, groups: Sequence[WorkerMemory], usable: i
     share = (usable * _ROOM - others) / computing
     row = config.data.max_prompt_length + config.rollout.max_response_length
     limit = config.trainer.max_tokens_per_micro_batch
-    tokens = 2 ** max(0, int(limit * share).bit_length() - 1) if share > 0 else 0
+    tokens = 0
+    if share > 0:
+        tokens = 2 ** max(0, int(limit * share).bit_length() - 1)
     if tokens >= max(row, _LEAST_TOKENS):
         return f"set trainer.max_tokens_per_micro_batch={tokens} (it is {limit})"
     return (

@@ -140,7 +140,10 @@ class NodeSeconds:
         )
 
     def _engine(
-        self, node: Node, placement: Placement, works: Sequence[NodeWork]
+        self,
+        node: Node,
+        placement: Placement,
+        works: Sequence[NodeWork],
     ) -> SleepingEngine | None:
         """Return the engine with which a node generates; None where nothing is known of what it
         moves.
@@ -153,26 +156,33 @@ class NodeSeconds:
         model = self._model(options.get("model", self.config.model), len(placement[node.role]))
         if model is None:
             return None
-        sleeps = len(_owners(works)) > 1
-        if not moves.sleeps:
-            sleeps = False
         weights = model.itemsize * model.size.total / rollout.tensor_parallel_size
         loads = [work.node for work in works if PARAMETER_DATA in work.node.contract.reads]
         whole = any(
             self._weight_bytes(load, model, options) == model.itemsize * model.size.total
             for load in loads
         )
+        tensors = 0
+        if whole:
+            tensors = model.size.tensors
+        if not moves.sleeps or len(_owners(works)) <= 1:
+            return SleepingEngine(
+                role=node.role, weights=0.0, cache=0.0, graphs=0.0, forgets=False, tensors=tensors
+            )
         return SleepingEngine(
             role=node.role,
-            weights=weights if sleeps else 0.0,
-            cache=max(0.0, ENGINE_SHARE * self.speed.memory - weights) if sleeps else 0.0,
-            graphs=float(moves.graphs) if sleeps else 0.0,
-            forgets=sleeps and moves.forgets and whole,
-            tensors=model.size.tensors if whole else 0,
+            weights=weights,
+            cache=max(0.0, ENGINE_SHARE * self.speed.memory - weights),
+            graphs=float(moves.graphs),
+            forgets=moves.forgets and whole,
+            tensors=tensors,
         )
 
     def _parked(
-        self, role: str, placement: Placement, works: Sequence[NodeWork]
+        self,
+        role: str,
+        placement: Placement,
+        works: Sequence[NodeWork],
     ) -> ParkedModel | None:
         """Return the model of a role that learns or scores; None for any other role."""
         options = options_of(self.plan.dag.role(role).build)
@@ -191,7 +201,9 @@ class NodeSeconds:
                 trained = adapters.total
         copies = 0  # of the trained parameters: moments, and an average
         if any(work.learns for work in works if work.node.role == role):
-            copies = 3 if trainer.keeps_average else 2
+            copies = 2
+            if trainer.keeps_average:
+                copies = 3
         publisher = next(
             (work.node for work in works if PARAMETER_DATA in work.node.contract.writes.names), None
         )
@@ -221,7 +233,9 @@ class NodeSeconds:
             seconds = self._weight_bytes(node, model, options) / min(
                 speed.link, speed.memory_rate / 3
             )
-            return seconds / 2 if PARAMETER_DATA in reads else seconds
+            if PARAMETER_DATA in reads:
+                return seconds / 2
+            return seconds
         if learns(node, self.plan):
             path = options.get("model", config.model).path
             matrices = matrix_shapes(path, trainer, options.get("images"))
@@ -244,7 +258,9 @@ class NodeSeconds:
             if not has_layers(model_config.dtype, rollout, lora, on_cpu=self.speed.cores > 0):
                 return everything
         adapters = count_adapters(model_config.path, TrainerConfig(lora=lora))
-        return everything if adapters is None else FLOAT32 * adapters.total
+        if adapters is None:
+            return everything
+        return FLOAT32 * adapters.total
 
     def _model(self, model: ModelConfig, workers: int) -> ComputedModel | None:
         if model.path not in self._models:

@@ -49,11 +49,15 @@ def optimizer_step(
     """
     stepped = sum(map(prod, matrices))
     seconds = (_ADAMW * learned - _MOMENT * stepped) / shards / speed.memory_rate
-    sharing = shards if gathers else workers
+    sharing = workers
+    if gathers:
+        sharing = shards
     flops = sum(map(newton_schulz_flops, matrices))
     seconds += flops / sharing / (speed.flops * speed.training)
-    sent = _FLOAT32 * stepped
-    return OptimizerStep(seconds, 2 * sent / shards if gathers else sent)
+    sent: float = _FLOAT32 * stepped
+    if gathers:
+        sent = 2 * sent / shards
+    return OptimizerStep(seconds, sent)
 
 
 def newton_schulz_flops(shape: Sequence[int]) -> float:

@@ -178,8 +178,11 @@ def lengths_of(config: Config, text: str | None) -> StepTokens:
     if text is None:
         return StepTokens(float(longest_prompt), float(longest_response), float(longest_response))
     match = re.fullmatch(r"(\d{1,9}),(\d{1,9})", text)
-    prompt = 0 if match is None else int(match[1])
-    response = 0 if match is None else int(match[2])
+    prompt = 0
+    response = 0
+    if match is not None:
+        prompt = int(match[1])
+        response = int(match[2])
     if not prompt or not response:
         raise ConfigError(
             f"--tokens {text}: expected mean tokens of a prompt and of a response, such as 300,800"

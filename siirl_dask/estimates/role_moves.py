@@ -77,7 +77,9 @@ class SleepingEngine:
         if cache and not self.cache_awake:
             moved = _Moved(moved.copied, moved.mapped + self.cache)
             self.cache_awake = True
-        return moved if moved.mapped else None
+        if moved.mapped:
+            return moved
+        return None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,7 +114,9 @@ class ParkedModel:
         self.weights_here = False
         self.state_here = False
         self.changed = False
-        return _Moved(copied) if copied else None
+        if copied:
+            return _Moved(copied)
+        return None
 
     def score(self) -> _Moved | None:
         """Fetch the weights; return the bytes that move, None for nothing."""
@@ -130,7 +134,9 @@ class ParkedModel:
             copied += self.state
         self.weights_here = True
         self.state_here = True
-        return _Moved(copied) if copied else None
+        if copied:
+            return _Moved(copied)
+        return None
 
     def end_update(self) -> _Moved | None:
         """Park the state again; return the bytes that move. The weights stay, and have changed."""
@@ -221,11 +227,13 @@ class WorkerMoves:
 
     def _weights_follow(self, at: int, role: str) -> bool:
         """Return whether the next node of the role in the step surely loads weights: see
-        ``planner/reloads.py``.
+        ``planner/chain.py``.
         """
         for work in self.works[at + 1 :]:
             if work.node.role == role:
-                return False if work.node.lag else work.node.weight_sink is not None
+                if work.node.lag:
+                    return False
+                return work.node.weight_sink is not None
         return False
 
     def _note(self, node: str, kind: str, moved: _Moved | None) -> None:

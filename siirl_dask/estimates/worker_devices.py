@@ -49,7 +49,10 @@ def find_worker_devices(cluster: ClusterConfig, workers: Sequence[str]) -> Worke
 
 
 def assign_devices(
-    visible: VisibleDevices, topology: Topology, workers: Sequence[str], threads: int = 1
+    visible: VisibleDevices,
+    topology: Topology,
+    workers: Sequence[str],
+    threads: int = 1,
 ) -> WorkerDevices:
     """Return the devices and CPUs that ``workers`` choose which all see the devices ``visible``."""
     visible_to = dict.fromkeys(workers, with_topology(visible, topology))

@@ -67,7 +67,9 @@ def _by_image(level: Tensor | Sequence[Tensor], counts: Sequence[int]) -> Sequen
     """Return the features of each image, of ``counts`` tokens; transformers before 5.18 gives
     all in one tensor.
     """
-    return torch.split(level, [*counts]) if isinstance(level, Tensor) else level
+    if isinstance(level, Tensor):
+        return torch.split(level, [*counts])
+    return level
 
 
 def image_places(ids: Sequence[int], image_token: int, counts: Sequence[int]) -> list[range]:
@@ -121,7 +123,10 @@ def has_image_positions(model: Any) -> bool:
 
 
 def positions(
-    model: Any, ids: Sequence[int], places: Sequence[range], grids: Sequence[Grid]
+    model: Any,
+    ids: Sequence[int],
+    places: Sequence[range],
+    grids: Sequence[Grid],
 ) -> Tensor:
     """Return the rotary positions (in time, height, width) of one row by itself. [T] ids -> [3, T]
     int64, on the CPU.

@@ -38,11 +38,9 @@ class Image:
     @cached_property
     def key(self) -> str:
         """Digest of the bytes; of an image that has none, of its URL."""
-        return (
-            sha256(self.data).hexdigest()
-            if self.data is not None
-            else sha256(f"url {self.path}".encode()).hexdigest()
-        )
+        if self.data is not None:
+            return sha256(self.data).hexdigest()
+        return sha256(f"url {self.path}".encode()).hexdigest()
 
 
 def images_of(value: Sequence[Mapping[str, Any] | None] | None) -> tuple[Image, ...]:

@@ -61,7 +61,11 @@ class ImageProcessor:
     """
 
     def __init__(
-        self, processor: Any, settings: ImagesConfig, family: ImageFamily, image_token: int
+        self,
+        processor: Any,
+        settings: ImagesConfig,
+        family: ImageFamily,
+        image_token: int,
     ) -> None:
         """Use ``load``, which checks the folder. ``processor`` is the model's own, of
         transformers.
@@ -104,7 +108,10 @@ class ImageProcessor:
         family = family_of(config, folder)
         with refused_by_name(folder, f"{subject}: its image processor"):
             own = AutoImageProcessor.from_pretrained(
-                folder, backend="pil", local_files_only=True, trust_remote_code=False
+                folder,
+                backend="pil",
+                local_files_only=True,
+                trust_remote_code=False,
             )
         _check_patches(own, config["vision_config"], subject)
         return cls(own, settings, family, int(config["image_token_id"]))
@@ -181,9 +188,9 @@ class ImageProcessor:
         def make() -> pil.Image:
             picture = decode(self._read(image), self.settings.max_source_pixels)
             size = self._stable(*picture.size)
-            return (
-                picture if picture.size == size else picture.resize(size, self._processor.resample)
-            )
+            if picture.size == size:
+                return picture
+            return picture.resize(size, self._processor.resample)
 
         return self._cache.get(
             ("picture", self._content(image)), make, lambda made: 3 * made.width * made.height
@@ -204,7 +211,9 @@ class ImageProcessor:
 
         def make() -> Pixels:
             made = self._processor(
-                images=[self.picture(image)], do_resize=False, return_tensors="pt"
+                images=[self.picture(image)],
+                do_resize=False,
+                return_tensors="pt",
             )
             time, height, width = made["image_grid_thw"][0].tolist()
             return Pixels(made["pixel_values"].to(torch.float32), (time, height, width))
@@ -237,7 +246,9 @@ class ImageProcessor:
         """Return the digest of an image's bytes, which are fetched for it where they are at a
         URL.
         """
-        return image.key if image.data is not None else sha256(self._read(image)).hexdigest()
+        if image.data is not None:
+            return image.key
+        return sha256(self._read(image)).hexdigest()
 
     def _read(self, image: Image) -> bytes:
         if image.data is not None:

@@ -54,15 +54,14 @@ def _entry(entry: object) -> list[dict[str, Any]]:
     """
     if isinstance(entry, str):
         return _cut(entry)
-    kept = (
-        {key: value for key, value in entry.items() if value is not None}
-        if isinstance(entry, Mapping)
-        else {}
-    )
+    kept = {}
+    if isinstance(entry, Mapping):
+        kept = {key: value for key, value in entry.items() if value is not None}
     if kept.get("type") == "text" and isinstance(kept.get("text"), str):
         return _cut(kept["text"])
     if kept.get("type") == "image":
-        if own := [key for key in _OWN if key in kept]:
+        own = [key for key in _OWN if key in kept]
+        if own:
             raise ImageError(
                 f"a message's content has an image of its own, under {own[0]!r}: expected {{type: "
                 f"image}} alone, and the images in the column that images.column names"

@@ -49,14 +49,18 @@ def size_of(data: bytes, max_pixels: int) -> tuple[int, int]:
     """
     with _opened(data, max_pixels) as picture:
         width, height = picture.size
-        return (height, width) if _orientation(picture) in _SIDEWAYS else (width, height)
+        if _orientation(picture) in _SIDEWAYS:
+            return (height, width)
+        return (width, height)
 
 
 def format_of(data: bytes, max_pixels: int) -> str:
     """Return the file's format, one of ``FORMATS``. ImageError as of ``size_of``."""
     with _opened(data, max_pixels) as picture:
         # one that a camera wrote with a preview
-        return "JPEG" if picture.format == "MPO" else str(picture.format)
+        if picture.format == "MPO":
+            return "JPEG"
+        return str(picture.format)
 
 
 def decode(data: bytes, max_pixels: int) -> pil.Image:
@@ -70,7 +74,9 @@ def decode(data: bytes, max_pixels: int) -> pil.Image:
         turn = _TURNS.get(_orientation(picture))
         picture.load()
         rgb = _as_rgb(picture)
-        return rgb if turn is None else rgb.transpose(turn)
+        if turn is None:
+            return rgb
+        return rgb.transpose(turn)
 
 
 def located(path: str, folder: str | None) -> str:
@@ -107,7 +113,9 @@ def fetch(url: str, *, max_bytes: int, timeout: float) -> bytes:
             answer.put(error)
 
     Thread(
-        target=read, name="siirl-image", daemon=True
+        target=read,
+        name="siirl-image",
+        daemon=True,
     ).start()  # one that hangs must not keep the process from ending
     try:
         got = answer.get(timeout=timeout)
@@ -141,7 +149,9 @@ def _read_up_to(file: IO[bytes], most: int, deadline: float) -> bytes:
 
 
 def _short(url: str) -> str:
-    return repr(url) if len(url) <= _SAID else f"{url[:_SAID]!r}..."
+    if len(url) <= _SAID:
+        return repr(url)
+    return f"{url[:_SAID]!r}..."
 
 
 def check_bytes(data: bytes, max_bytes: int, subject: str) -> None:
@@ -149,7 +159,9 @@ def check_bytes(data: bytes, max_bytes: int, subject: str) -> None:
     if not data:
         raise ImageError(f"{subject} is empty")
     if len(data) > max_bytes:
-        more = "more than " if len(data) == max_bytes + 1 else ""
+        more = ""
+        if len(data) == max_bytes + 1:
+            more = "more than "
         raise ImageError(
             f"{subject} has {more}{len(data) - bool(more):,} bytes: expected at most {max_bytes:,} "
             "(images.max_bytes)"
@@ -202,7 +214,9 @@ def _orientation(picture: pil.Image) -> int:
 
 def _as_rgb(picture: pil.Image) -> pil.Image:
     if picture.mode == "RGB":
-        return picture.copy() if picture.readonly else picture
+        if picture.readonly:
+            return picture.copy()
+        return picture
     # 16 bits a pixel, which Pillow's own conversion would cut at 255
     if picture.mode.startswith(("I", "F")):
         return pil.fromarray(

@@ -39,6 +39,13 @@ _UNKNOWN_OPTIONS = (
     "rank_pattern",
     "alpha_pattern",
     "megatron_config",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
+    "layer_replication",
 )
 """Options of peft that change what the adapters compute, or add others."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -149,7 +156,8 @@ def _read_config(lora: LoraConfig) -> dict[str, Any]:
                 f"{subject}: its adapters are pickled ({_PICKLED}), which is not read; save "
                 f"{WEIGHTS}"
             )
-        if missing := [name for name in (CONFIG, WEIGHTS) if name not in names]:
+        missing = [name for name in (CONFIG, WEIGHTS) if name not in names]
+        if missing:
             raise ConfigError(
                 f"{subject}: there is no {missing[0]}; expected a folder as peft or `siirl-dask "
                 "export --adapter` writes it, or RUN or RUN@STEP of a run with adapters"
@@ -188,12 +196,14 @@ def _shapes(lora: LoraConfig) -> Shapes:
 
 def _check_shapes(found: Shapes, expected: Shapes, subject: str) -> None:
     hint = "; are trainer.lora.targets those that the adapters were trained with?"
-    if missing := sorted(expected.keys() - found.keys()):
+    missing = sorted(expected.keys() - found.keys())
+    if missing:
         raise ConfigError(
             f"{subject}: it lacks {len(missing)} of the policy's adapters, such as "
             f"{missing[0]}{hint}"
         )
-    if extra := sorted(found.keys() - expected.keys()):
+    extra = sorted(found.keys() - expected.keys())
+    if extra:
         raise ConfigError(
             f"{subject}: it has {len(extra)} tensors that the policy has not, such as "
             f"{extra[0]}{hint}"

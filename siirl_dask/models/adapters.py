@@ -46,7 +46,9 @@ def pair(
     """
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
-        end = A if name.endswith(A) else B
+        end = B
+        if name.endswith(A):
+            end = A
         halves.setdefault(name.removesuffix(end) + WEIGHT, {})[end] = tensor.detach().to(copy=True)
     wrong = sorted(_wrong(halves, shapes))
     if not halves and not wrong:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import open_model
 from siirl_dask.models.remote import reached
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Shapes = dict[str, tuple[int, ...]]
 T = TypeVar("T")
@@ -69,7 +73,9 @@ class Architecture:
     def inner(self) -> int:
         """Width of a layer's MLP, or of all experts that compute a token."""
         experts = self.chosen * self.expert
-        return experts if experts else self.intermediate
+        if experts:
+            return experts
+        return self.intermediate
 
     @property
     def queries(self) -> int:
@@ -98,7 +104,9 @@ def read_tower(path: str) -> Tower | None:
     file is damaged.
     """
     config = read_config(path)
-    return None if config is None else understood(path, config, _tower)
+    if config is None:
+        return None
+    return understood(path, config, _tower)
 
 
 def read_architecture(path: str) -> Architecture | None:
@@ -108,7 +116,9 @@ def read_architecture(path: str) -> Architecture | None:
     without such layers. ConfigError if the file is damaged.
     """
     config = read_config(path)
-    return None if config is None else understood(path, config, _architecture)
+    if config is None:
+        return None
+    return understood(path, config, _architecture)
 
 
 def shapes_by_config(path: str) -> Shapes:
@@ -122,7 +132,9 @@ def shapes_by_config(path: str) -> Shapes:
     if config is None:
         return {}
     shapes = understood(path, config, _shapes)
-    return {} if shapes is None else shapes
+    if shapes is None:
+        return {}
+    return shapes
 
 
 def read_config(path: str) -> dict[str, Any] | None:
@@ -137,9 +149,13 @@ def read_config(path: str) -> dict[str, Any] | None:
             return None
         text = fs.cat_file(file)
     try:
-        config = json.loads(text, object_hook=_float_of_transformers)
+        # json would take the mark at the beginning of some editors' files, transformers does not
+        config = json.loads(text.decode("utf-8"), object_hook=_float_of_transformers)
         if not isinstance(config, dict):
             raise ValueError(f"a {type(config).__name__} where an object was expected")
+        # null is as a key that is not there, to transformers
+        if config.get("text_config", config) is None:
+            del config["text_config"]
     except ValueError as error:
         raise ConfigError(
             f"model.path={path!r}: its config.json cannot be read: {error}"
@@ -170,7 +186,8 @@ def understood(path: str, config: Mapping[str, Any], take: Callable[[Mapping[str
 def _architecture(config: Mapping[str, Any]) -> Architecture | None:
     text: Mapping[str, Any] = config.get("text_config", config)
     if not all(map(text.get, _SIZES.values())):
-        if (whole := completed(config)) is None:
+        whole = completed(config)
+        if whole is None:
             return None
         text = whole
     sizes = {field: _size(text, key) for field, key in _SIZES.items() if text.get(key) is not None}
@@ -184,11 +201,9 @@ def _architecture(config: Mapping[str, Any]) -> Architecture | None:
     normed = str(text.get("model_type", "")).startswith("qwen3")
     chosen = text.get("num_experts_per_tok")
     expert = text.get("moe_intermediate_size", sizes["intermediate"])
-    mixture = (
-        {"chosen": chosen, "expert": expert}
-        if isinstance(chosen, int) and isinstance(expert, int)
-        else {}
-    )
+    mixture = {}
+    if isinstance(chosen, int) and isinstance(expert, int):
+        mixture = {"chosen": chosen, "expert": expert}
     return Architecture(**sizes, head_dim=int(head), tied=tied, normed_heads=normed, **mixture)
 
 
@@ -250,6 +265,18 @@ def completed(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return {**values, "model_type": text.model_type}
 
 
+def as_transformers_reads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` of a kind that transformers knows as it reads it: with its defaults,
+    and ``rope_parameters`` in place of earlier keys, some of which go before them.
+    """
+    from transformers import CONFIG_MAPPING  # takes two seconds
+
+    # transformers writes defaults into what it is given
+    own = deepcopy(dict(config))
+    whole: dict[str, Any] = CONFIG_MAPPING[config["model_type"]].from_dict(own).to_dict()
+    return whole
+
+
 def _shapes(config: Mapping[str, Any]) -> Shapes:
     if config.get("model_type") in _FAMILIES and all(map(config.get, _SIZES.values())):
         one = _architecture(config)
@@ -265,7 +292,7 @@ def _by_arithmetic(config: Mapping[str, Any], one: Architecture) -> Shapes:
     of_layer: Shapes = {}
     for name, width in {"q_proj": one.queries, "k_proj": one.keys, "v_proj": one.keys}.items():
         of_layer[f"self_attn.{name}.weight"] = (width, wide)
-        if config["model_type"] == "qwen2" or biased:
+        if config["model_type"] == "qwen2" or (biased and config["model_type"] != "mistral"):
             of_layer[f"self_attn.{name}.bias"] = (width,)
     of_layer["self_attn.o_proj.weight"] = (wide, one.queries)
     if biased and config["model_type"] in ("llama", "qwen3"):
@@ -287,11 +314,22 @@ def _by_arithmetic(config: Mapping[str, Any], one: Architecture) -> Shapes:
     for layer in range(one.layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
     shapes["model.norm.weight"] = narrow
-    return shapes if one.tied else {**shapes, "lm_head.weight": (one.vocabulary, wide)}
+    if one.tied:
+        return shapes
+    return {**shapes, "lm_head.weight": (one.vocabulary, wide)}
 
 
 def _by_transformers(config: Mapping[str, Any]) -> Shapes:
-    """Build the model without memory, and read its shapes."""
+    model = empty_model(config)
+    if model is None:
+        return {}
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def empty_model(config: Mapping[str, Any]) -> PreTrainedModel | None:
+    """Build the generating model that a ``config.json`` describes, on the meta device: it takes no
+    memory. None for a kind that transformers does not know, or that does not generate.
+    """
     import torch
 
     hide()
@@ -300,11 +338,11 @@ def _by_transformers(config: Mapping[str, Any]) -> Shapes:
     from siirl_dask.models.loading import class_of_config
 
     if config.get("model_type") not in CONFIG_MAPPING:
-        return {}
+        return None
     whole = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
     kind = class_of_config(whole)
     if type(whole) not in kind._model_mapping:
-        return {}
+        return None
     with torch.device("meta"):
-        model = kind.from_config(whole)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        model: PreTrainedModel = kind.from_config(whole)
+    return model

@@ -35,7 +35,10 @@ class _HideOnFirstUse(MetaPathFinder):
     """
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         if fullname in _USERS and self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -50,7 +53,10 @@ class _WithoutScikitLearn(MetaPathFinder):
     """
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         if fullname == _ASSISTED and self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -63,15 +69,29 @@ def _absent() -> bool:
 
 
 def hide() -> None:
-    """Make this process's first import of transformers, vLLM or datasets mend or hide the optional
-    packages that fail to import, and leave out one that it does not need.
+    """Mend or hide the optional packages that fail to import, at this process's first import of
+    transformers, vLLM or datasets, and leave out one that it does not need. Where a script has
+    imported one of the three already, at once.
 
     Entry points call this function: the command line, ``run``, each worker. Importing siirl_dask
     changes nothing.
     """
-    if not any(isinstance(finder, _HideOnFirstUse) for finder in sys.meta_path):
+    if any(name in sys.modules for name in _USERS):
+        _hide_now()
+    elif not any(isinstance(finder, _HideOnFirstUse) for finder in sys.meta_path):
         sys.meta_path.insert(0, _HideOnFirstUse())
         sys.meta_path.insert(0, _WithoutScikitLearn())
+
+
+def _hide_now() -> None:
+    """Hide what is broken from a transformers that has been imported: it remembers what it found."""
+    hidden = hide_broken(OPTIONAL)
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return
+    for name in hidden:
+        remembered = getattr(transformers.utils, f"is_{name}_available")
+        remembered.cache_clear()
 
 
 def hide_broken(names: Sequence[str]) -> list[str]:

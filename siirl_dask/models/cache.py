@@ -24,7 +24,7 @@ from siirl_storage import full_disk_named, join, open_fs, remove_tree
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.context import Device
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, clause
 from siirl_dask.models.remote import (
     HUB,
     RemoteFile,
@@ -111,7 +111,7 @@ def fetch(model: RemoteModel, progress: Progress = lambda nbytes: None) -> Path:
                 _fill(model, folder, progress)
     except OSError as error:  # of this host's disk: those of the store are told by ``reached``
         raise ConfigError(
-            f"model {model.url!r}: it cannot be stored in {folder.parent}: {error}; {FOLDER} names "
+            f"model {model.url!r}: it cannot be stored in {folder.parent}: {clause(error)}; {FOLDER} names "
             "another folder"
         ) from error
     return folder
@@ -184,9 +184,14 @@ def _fill(model: RemoteModel, folder: Path, progress: Progress) -> None:
 
 
 def _bring(
-    pool: ThreadPoolExecutor, url: str, file: RemoteFile, to: Path, progress: Progress
+    pool: ThreadPoolExecutor,
+    url: str,
+    file: RemoteFile,
+    to: Path,
+    progress: Progress,
 ) -> None:
     """Bring one file, in ranges; it is there when it is whole, and on the disk."""
+    to.parent.mkdir(exist_ok=True)  # the folder of chat templates
     aside = to.with_name(f"{to.name}.part")
     with full_disk_named(aside, file.nbytes), aside.open("wb") as target:
         target.truncate(file.nbytes)
@@ -216,7 +221,10 @@ def _fetch_from_hub(model: RemoteModel, progress: Progress) -> Path:
         wanted = [str(PurePosixPath(name.folder, file.name)) for file in model.files]
         offline = bool(constants.HF_HUB_OFFLINE)
         root = snapshot_download(
-            name.repo, revision=model.commit, allow_patterns=wanted, local_files_only=offline
+            name.repo,
+            revision=model.commit,
+            allow_patterns=wanted,
+            local_files_only=offline,
         )
         folder = Path(root) / name.folder
         lacking = [file.name for file in model.files if not _has(folder / file.name, file.nbytes)]

@@ -34,7 +34,8 @@ def joined(opened: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, dict[tuple[int, str], str]] = {}
     rest = dict(opened)
     for name in opened:
-        if match := _OF_ONE.match(name):
+        match = _OF_ONE.match(name)
+        if match:
             found.setdefault(match["experts"], {})[int(match["expert"]), match["part"]] = name
             del rest[name]
     for experts, names in found.items():
@@ -42,8 +43,9 @@ def joined(opened: Mapping[str, Any]) -> dict[str, Any]:
         if not any(part == "gate_proj" for _, part in names):
             rest |= {name: opened[name] for name in names.values()}
             continue
-        count = 1 + max(expert for expert, _ in names)
         for parameter, parts in _PARTS.items():
+            # LongCat-Flash has gates of experts that compute nothing, and no more of these
+            count = 1 + max((expert for expert, part in names if part in parts), default=0)
             needed = [(expert, part) for expert in range(count) for part in parts]
             lacking = [each for each in needed if each not in names]
             if lacking:

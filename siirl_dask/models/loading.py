@@ -22,6 +22,9 @@ from transformers import (
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.rotary import pin_frequencies
+from siirl_dask.models.weight_names import tied_apart
+
+_NO_LIMIT = (0.0, float("inf"))
 
 
 def model_class(path: str, subject: str) -> Any:
@@ -58,11 +61,9 @@ def class_of_config(config: PretrainedConfig) -> Any:
     """
     text = cast(Any, AutoModelForCausalLM)
     images = cast(Any, AutoModelForImageTextToText)
-    return (
-        images
-        if type(config) in images._model_mapping and type(config) not in text._model_mapping
-        else text
-    )
+    if type(config) in images._model_mapping and type(config) not in text._model_mapping:
+        return images
+    return text
 
 
 def load_pretrained(
@@ -93,8 +94,12 @@ def load_pretrained(
             trust_remote_code=False,
             output_loading_info=True,
         )
-    if missing := sorted(name for name in info["missing_keys"] if not name.startswith(unused)):
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith(unused))
+    if missing:
         raise ConfigError(f"{subject}: its weights lack {missing}, which would be random numbers")
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    for other in sorted(tied.keys() - model.all_tied_weights_keys.keys()):
+        raise tied_apart(subject, tied[other], other)
     correct_modules(model)
     pin_frequencies(model, longest_row, subject)
     return model  # type: ignore[no-any-return]
@@ -127,14 +132,14 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def correct_modules(model: nn.Module) -> None:
-    """Set a state-space layer's limits of time steps to those of its config.
+    """Set a state-space layer's limits of time steps to those of its config, or to none where that
+    has none.
 
-    Nemotron-H's layers take ``time_step_min`` for the least, and only where they compute a whole
-    row: one token after the other, as when sampling, transformers applies no limit, and neither do
-    engines. Its ``time_step_limit`` is 0 to infinity.
+    Nemotron-H's and Zamba2's layers take ``time_step_min`` for the least, and only where they
+    compute a whole row: one token after the other, as when sampling, transformers applies no limit,
+    and neither do engines. Nemotron-H's ``time_step_limit`` is 0 to infinity.
     """
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(module, "time_step_limit") and hasattr(config, "time_step_limit"):
+        if hasattr(module, "time_step_limit") and hasattr(module, "config"):
             layer = cast(Any, module)
-            layer.time_step_limit = tuple(layer.config.time_step_limit)
+            layer.time_step_limit = tuple(getattr(layer.config, "time_step_limit", _NO_LIMIT))

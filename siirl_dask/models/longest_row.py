@@ -99,7 +99,9 @@ def check_frequencies_are_pinned(model: ModelConfig) -> None:
     longest row as well.
     """
     for found in following(model.path):
-        longest = 0 if model.longest_row is None else model.longest_row
+        longest = 0
+        if model.longest_row is not None:
+            longest = model.longest_row
         if longest <= found.limit:
             continue
         subject = found.subject(model)
@@ -158,4 +160,6 @@ def _original_context(
         original = text.get(_ORIGINAL, settings.get(_ORIGINAL, text.get("max_position_embeddings")))
     elif kind == DYNAMIC:
         original = text.get("max_position_embeddings")
-    return original if isinstance(original, int) else None
+    if isinstance(original, int):
+        return original
+    return None

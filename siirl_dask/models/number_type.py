@@ -24,7 +24,9 @@ def dtype_on(dtype: Dtype, kind: DeviceKind, index: int) -> Dtype:
         return Dtype.float32
     from siirl_dask.devices.accelerator import has_bfloat16
 
-    return Dtype.bfloat16 if has_bfloat16(kind, index) else Dtype.float32
+    if has_bfloat16(kind, index):
+        return Dtype.bfloat16
+    return Dtype.float32
 
 
 def torch_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
@@ -32,4 +34,6 @@ def torch_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
     import torch
 
     found = dtype_on(dtype, DeviceKind(device.type), device.index or 0)
-    return torch.bfloat16 if found is Dtype.bfloat16 else torch.float32
+    if found is Dtype.bfloat16:
+        return torch.bfloat16
+    return torch.float32

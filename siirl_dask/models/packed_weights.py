@@ -19,7 +19,9 @@ def packing_of(path: str) -> str | None:
     without a ``config.json``.
     """
     packing = read_packing(path)
-    return None if packing is None else str(packing.get("quant_method", "unknown"))
+    if packing is None:
+        return None
+    return str(packing.get("quant_method", "unknown"))
 
 
 def read_packing(path: str) -> dict[str, Any] | None:

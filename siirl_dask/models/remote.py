@@ -14,12 +14,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import StorageError, open_fs
 
 from siirl_dask.errors import ConfigError, UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoFile
 
 HUB = "hf://"
 _NAME = re.compile(
@@ -52,12 +56,18 @@ _OTHER_WEIGHTS = (
     ".tflite",
     ".ot",
 )
+_OF_ANOTHER_LIBRARY = "consolidated"
+"""How files begin that hold Mistral's weights once more, under names of its own library."""
 _INDEX = ".safetensors.index.json"
 _OFFLINE = (
     "HF_HUB_OFFLINE is set or the hub does not answer, and its cache on this machine has not all "
     "of it"
 )
 _NEEDED = "config.json"
+_TEMPLATES = "additional_chat_templates"
+"""The one folder in a model's folder that is read: transformers takes its tokenizer's further chat
+templates from there, such as that for prompts with tools."""
+_TEMPLATE = ".jinja"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,7 @@ class RemoteFile:
     """A file of a model."""
 
     name: str
+    """Its path in the model's folder."""
     nbytes: int
     tag: str
     """Text that changes with the content: a digest, or the time of the last change."""
@@ -153,7 +164,9 @@ def find_model(url: str) -> RemoteModel:
         model = _on_hub(url) if url.startswith(HUB) else RemoteModel(url, _chosen(_listed(url)))
     names = [file.name for file in model.files]
     if _NEEDED not in names:
-        there = ", ".join(names[:8]) if names else "nothing"
+        there = "nothing"
+        if names:
+            there = ", ".join(names[:8])
         raise ConfigError(
             f"model {url!r}: there is no {_NEEDED} (there is: {there}); expected a folder that "
             f"transformers loads{_nearest(url) if not names else ''}"
@@ -208,12 +221,26 @@ def _why_not_from_hub(error: Exception) -> str:
 
 
 def _listed(url: str) -> list[RemoteFile]:
-    """Return the files of a folder, not of those in it."""
+    """Return the files of a folder, and the chat templates in it."""
     fs, path = open_fs(url)
-    found = [info for info in fs.ls(path, detail=True) if info["type"] == "file"]
-    if unknown := [str(info["name"]) for info in found if info["size"] is None]:
+    entries = fs.ls(path, detail=True)
+    found = [(_base(_path(info)), info) for info in entries if info["type"] == "file"]
+    for folder in entries:
+        if folder["type"] == "directory" and _base(_path(folder)) == _TEMPLATES:
+            found += [
+                (f"{_TEMPLATES}/{_base(_path(info))}", info)
+                for info in fs.ls(_path(folder), detail=True)
+                if info["type"] == "file" and _path(info).endswith(_TEMPLATE)
+            ]
+    unknown = [_path(info) for _, info in found if info["size"] is None]
+    if unknown:
         raise ConfigError(f"model {url!r}: its store does not tell how large {unknown[0]} is")
-    return [RemoteFile(_base(str(info["name"])), int(info["size"]), tag_of(info)) for info in found]
+    return [RemoteFile(name, int(info["size"]), tag_of(info)) for name, info in found]
+
+
+def _path(info: Mapping[str, object]) -> str:
+    """Return where a store's entry is, without the slash that some stores end folders with."""
+    return str(info["name"]).rstrip("/")
 
 
 def tag_of(info: Mapping[str, object]) -> str:
@@ -238,27 +265,40 @@ def _chosen(files: Sequence[RemoteFile]) -> tuple[RemoteFile, ...]:
         (file for file in files if file.name and not file.name.startswith(".")),
         key=lambda file: file.name,
     )
-    if any(file.name.endswith(_WEIGHTS) for file in seen):
-        seen = [file for file in seen if not file.name.endswith(_OTHER_WEIGHTS)]
+    own = [file for file in seen if not file.name.startswith(_OF_ANOTHER_LIBRARY)]
+    if any(file.name.endswith(_WEIGHTS) for file in own):
+        seen = [file for file in own if not file.name.endswith(_OTHER_WEIGHTS)]
     return tuple(seen)
 
 
 def _on_hub(url: str) -> RemoteModel:
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.hf_api import RepoFile
+    from huggingface_hub.hf_api import RepoFile, RepoFolder
 
     name = hub_name(url)
     if constants.HF_HUB_OFFLINE:
         return _in_hub_cache(url, name)
     api = HfApi()
     commit = api.repo_info(name.repo, revision=name.revision).sha
-    tree = api.list_repo_tree(name.repo, name.folder or None, revision=commit)
-    entries = [entry for entry in tree if isinstance(entry, RepoFile)]
-    files = []
-    for entry in entries:
-        digest = entry.lfs.sha256 if entry.lfs else entry.blob_id
-        files.append(RemoteFile(_base(entry.path), entry.size, digest))
+    entries = list(api.list_repo_tree(name.repo, name.folder or None, revision=commit))
+    files = [_of_hub(entry, "") for entry in entries if isinstance(entry, RepoFile)]
+    for folder in entries:
+        if isinstance(folder, RepoFolder) and _base(folder.path) == _TEMPLATES:
+            templates = api.list_repo_tree(name.repo, folder.path, revision=commit)
+            files += [
+                _of_hub(entry, f"{_TEMPLATES}/")
+                for entry in templates
+                if isinstance(entry, RepoFile) and entry.path.endswith(_TEMPLATE)
+            ]
     return RemoteModel(url, _chosen(files), str(commit))
+
+
+def _of_hub(entry: RepoFile, folder: str) -> RemoteFile:
+    """Return a file of a repository, which is in ``folder`` of the model's."""
+    digest = entry.blob_id
+    if entry.lfs:
+        digest = entry.lfs.sha256
+    return RemoteFile(folder + _base(entry.path), entry.size, digest)
 
 
 def _in_hub_cache(url: str, name: HubName) -> RemoteModel:
@@ -270,11 +310,17 @@ def _in_hub_cache(url: str, name: HubName) -> RemoteModel:
     )
     if not isinstance(config, str):
         raise ConfigError(f"model {url!r}: {_OFFLINE}")
-    there = [file for file in Path(config).parent.iterdir() if file.is_file()]
+    root = Path(config).parent
+    templates = root.glob(f"{_TEMPLATES}/*{_TEMPLATE}")
+    there = [file for file in (*root.iterdir(), *templates) if file.is_file()]
     shards = {shard for file in there if file.name.endswith(_INDEX) for shard in _shards(file)}
-    if lacking := sorted(shards - {file.name for file in there}):
+    lacking = sorted(shards - {file.name for file in there})
+    if lacking:
         raise ConfigError(f"model {url!r}: {_OFFLINE}: {', '.join(lacking[:5])}")
-    listed = [RemoteFile(file.name, file.stat().st_size, file.resolve().name) for file in there]
+    listed = []
+    for file in there:
+        path = file.relative_to(root).as_posix()
+        listed.append(RemoteFile(path, file.stat().st_size, file.resolve().name))
     commit = Path(config).parents[len(PurePosixPath(name.folder).parts)].name
     return RemoteModel(url, _chosen(listed), commit)
 

@@ -71,12 +71,16 @@ def _pin(module: Any, kind: str, layer_type: str | None, subject: str) -> None:
         "follow the longest row of a pass and cannot be pinned; take rows within the model's "
         "original context, prompt and response"
     )
-    prefix = "" if layer_type is None else f"{layer_type}_"
+    prefix = ""
+    if layer_type is not None:
+        prefix = f"{layer_type}_"
     before = getattr(module, f"{prefix}inv_freq", None)
     if kind not in _LONGROPE or before is None:
         raise refused
     original = int(_settings_of(module, layer_type)[_ORIGINAL])
-    of_layers = {} if layer_type is None else {"layer_type": layer_type}
+    of_layers = {}
+    if layer_type is not None:
+        of_layers = {"layer_type": layer_type}
     compute = ROPE_INIT_FUNCTIONS["longrope"]
     frequencies, scale = compute(module.config, before.device, seq_len=original + 1, **of_layers)
     module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)

@@ -46,9 +46,11 @@ def read_routing(path: str) -> Routing | None:
 
     ConfigError, by ``rollout.router_replay``, for a model whose routes cannot be replayed.
     """
-    if (config := read_config(path)) is None:
+    config = read_config(path)
+    if config is None:
         return None
-    if (family := config.get("model_type")) != _FAMILY:
+    family = config.get("model_type")
+    if family != _FAMILY:
         raise ConfigError(
             f"rollout.router_replay=true: model.path={path!r} is a {family}, and routes are "
             f"replayed of mixtures of experts of the kind {_FAMILY} alone; leave it out"
@@ -65,7 +67,8 @@ def read_routing(path: str) -> Routing | None:
 
 def needed_routing(path: str) -> Routing:
     """Read as ``read_routing`` does. ConfigError also where there is no ``config.json``."""
-    if (routing := read_routing(path)) is None:
+    routing = read_routing(path)
+    if routing is None:
         raise ConfigError(
             f"rollout.router_replay=true: model.path={path!r} has no config.json; expected a model"
         )

@@ -29,7 +29,9 @@ def attend_by_scores(
     """
     heads = query.shape[1]
     shared = heads // key.shape[1]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = scaling
+    if scaling is None:
+        scale = query.shape[-1] ** -0.5
     grouped = query.unflatten(1, (-1, shared))
     scores = (grouped @ key[:, :, None].transpose(-1, -2)).flatten(1, 2).float() * scale
     if softcap is not None:

@@ -6,25 +6,42 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from glob import has_magic
+from hashlib import sha256
+from io import SEEK_END
 from itertools import chain
 from math import prod
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import open_fs
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.architecture import completed, read_config, shapes_by_config, understood
+from siirl_dask.models.architecture import (
+    completed,
+    read_config,
+    shapes_by_config,
+    understood,
+)
 from siirl_dask.models.cache import open_model
-from siirl_dask.models.remote import reached, tag_of
+from siirl_dask.models.remote import is_of_weights, is_remote, reached, tag_of
 
+INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+_ENDING = ".safetensors"
+_NAMED = 4  # files or parameters in a message
 _LAYER = re.compile(r"^.*\blayers\.\d+\.")
 _OF_EXPERTS = ".experts."
 _STREAMS = 8  # headers read at once
+_FIRST = 2**20  # bytes of each file, of which its header is a part
+_SAMPLES = 64  # places of each file
+_SAMPLE = 4096  # bytes
 _LARGEST_HEADER = 10**8  # bytes, a limit of the safetensors specification
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 # as Qwen, Mixtral and DeepSeek name them
@@ -65,6 +82,30 @@ class Widths:
     """Experts of each layer of a mixture."""
 
 
+def weights_digest(path: str) -> str:
+    """Return a digest of the weights in a folder of this machine: of each file's name and size, its
+    first bytes, which name the tensors, and samples of the rest. "" for a URL, and for a folder
+    that has none here.
+
+    A model of other weights has another one, unless no sample differs.
+    """
+    if is_remote(path):
+        return ""
+    files = [file for file in sorted(Path(path).glob("*")) if is_of_weights(file.name)]
+    digest = sha256()
+    for file in files:
+        nbytes = file.stat().st_size
+        digest.update(f"{file.name} {nbytes}\n".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_FIRST))
+            for place in range(_SAMPLES):
+                stream.seek(nbytes * place // _SAMPLES)
+                digest.update(stream.read(_SAMPLE))
+    if not files:
+        return ""
+    return digest.hexdigest()
+
+
 def count_parameters(path: str) -> ModelSize | None:
     """Count the parameters of the model in a folder, on any fsspec URL: in its ``*.safetensors``,
     or where it has none, as its ``config.json`` says. None without either. ConfigError for damaged
@@ -73,15 +114,14 @@ def count_parameters(path: str) -> ModelSize | None:
     sizes = {name: prod(shape) for name, shape in parameter_shapes(path).items()}
     layers: dict[str, int] = {}
     for name, size in sizes.items():
-        if match := _LAYER.search(name):
+        match = _LAYER.search(name)
+        if match:
             layers[match[0]] = layers.get(match[0], 0) + size
     layer = max(layers.values(), default=0)
     experts = sum(size for name, size in sizes.items() if _OF_EXPERTS in name)
-    return (
-        ModelSize(sum(sizes.values()), len(sizes), max(sizes.values()), layer, experts)
-        if sizes
-        else None
-    )
+    if sizes:
+        return ModelSize(sum(sizes.values()), len(sizes), max(sizes.values()), layer, experts)
+    return None
 
 
 def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
@@ -89,7 +129,9 @@ def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
     from its config.
     """
     shapes = weight_shapes(path)
-    return shapes if shapes else shapes_by_config(path)
+    if shapes:
+        return shapes
+    return shapes_by_config(path)
 
 
 def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
@@ -102,16 +144,111 @@ def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
             listed = fs.ls(folder, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        found = {
-            str(info["name"]): info for info in listed if str(info["name"]).endswith(".safetensors")
-        }
+        there = {PurePosixPath(str(info["name"])).name: info for info in listed}
+
+        def index() -> bytes:
+            text: bytes = fs.cat_file(str(there[INDEX]["name"]))
+            return text
+
+        found = [there[name] for name in files_with_weights(path, there, index)]
         if isinstance(fs, LocalFileSystem):
-            return dict(shape for name in found for shape in _shapes_in(fs, name))
+            return dict(shape for info in found for shape in _shapes_in(fs, str(info["name"])))
         with ThreadPoolExecutor(_STREAMS) as pool:
-            names = [fs.unstrip_protocol(name) for name in found]
-            return dict(
-                chain.from_iterable(pool.map(_shapes_at, names, map(tag_of, found.values())))
-            )
+            names = [fs.unstrip_protocol(str(info["name"])) for info in found]
+            return dict(chain.from_iterable(pool.map(_shapes_at, names, map(tag_of, found))))
+
+
+def files_with_weights(path: str, there: Iterable[str], index: Callable[[], bytes]) -> list[str]:
+    """Return the names of the ``*.safetensors`` that hold the weights of the model at ``path``,
+    as transformers chooses them among the files that are ``there``; none where there are none.
+
+    ``index`` reads ``model.safetensors.index.json``. Files that it does not name are of an earlier
+    model, or of another library.
+
+    Raises:
+        ConfigError: it names files that are not there, or others than ``model.safetensors`` where
+            that is there as well, which libraries choose differently; or files have other names.
+    """
+    there = set(there)
+    found = {name for name in there if name.endswith(_ENDING)}
+    if not found and INDEX not in there:
+        return []
+    named: set[str] | None = None
+    if INDEX in there:
+        named = _named_in(path, index())
+    subject = f"model.path={path!r}"
+    shards = {name for name in found if _SHARD.fullmatch(name)}
+    if named is None and _WHOLE in found and shards:
+        raise ConfigError(
+            f"{subject}: it has {_WHOLE}, and parts of a model ({_some(shards)}) without {INDEX}: "
+            "libraries would load different weights; delete those that are not the model's"
+        )
+    if _WHOLE in found and named in (None, {_WHOLE}):
+        return [_WHOLE]
+    if named is None:
+        raise ConfigError(
+            f"{subject}: nothing says which of its *.safetensors hold the weights: expected "
+            f"{_WHOLE}, or {INDEX}, which names them (there is: {_some(found)})"
+        )
+    if _WHOLE in found:
+        raise ConfigError(
+            f"{subject}: it has {_WHOLE}, and {INDEX} names others ({_some(named)}): libraries "
+            "would load different weights; delete those that are not the model's"
+        )
+    if named - found:
+        raise ConfigError(
+            f"{subject}: {INDEX} names files that are not there: {_some(named - found)}; copy or "
+            "download them again"
+        )
+    return sorted(named)
+
+
+def _named_in(path: str, index: bytes) -> set[str]:
+    """Return the files that an index names."""
+    try:
+        content = json.loads(index)
+        content["metadata"]  # transformers reads it
+        named = set(content["weight_map"].values())
+        if not named or any(PurePosixPath(name).name != name for name in named):
+            raise ValueError(f"weight_map has {_some(named)} where names of files were expected")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model.path={path!r}: {INDEX} cannot be read: {error!r}") from error
+    return named
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(sorted(map(str, names))[:_NAMED])
+
+
+def check_no_pattern(path: str, engine: str) -> None:
+    """Raise ConfigError for a model's folder in whose path ``engine`` reads a pattern: it globs for
+    the files of weights, finds none in ``exp[1]``, and takes those of ``exp1`` if they are there.
+    """
+    if has_magic(path) and not is_remote(path):
+        raise ConfigError(
+            f"model.path={path!r}: {engine} reads '*', '?' and '[' in the path of a model as a "
+            "pattern, and would look for its weights elsewhere: rename the folder, or take "
+            "rollout.engine=transformers"
+        )
+
+
+def check_has_safetensors(path: str, backend: str) -> None:
+    """Raise ConfigError for a model at ``path`` whose weights are in files of other formats alone,
+    of which ``backend`` reads none.
+    """
+    if weight_shapes(path):
+        return
+    with reached(path):
+        fs, folder = open_model(path)
+        if not fs.exists(folder):
+            return
+        others = [name for name in fs.ls(folder, detail=False) if str(name).endswith(".bin")]
+    if others:
+        raise ConfigError(
+            f"model.path={path!r}: its weights are in {_some(PurePosixPath(name).name for name in others)}, "
+            f"and trainer.backend={backend} reads *.safetensors alone: save the model with "
+            "transformers once more, or take trainer.backend=torch"
+        )
 
 
 def shapes_in_file(url: str, subject: str) -> dict[str, tuple[int, ...]]:
@@ -139,13 +276,19 @@ def _shapes_in(fs: Any, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
             if length > _LARGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
+            end = file.seek(0, SEEK_END)
+        ends = [
+            tensor["data_offsets"][1] for key, tensor in header.items() if key != "__metadata__"
+        ]
+        if end != 8 + length + max(ends, default=0):
+            raise ValueError(f"it has {end} bytes, which are not all of its tensors or too many")
         yield from [
             (key, tuple(map(int, tensor["shape"])))
             for key, tensor in header.items()
             if key != "__metadata__"
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model.path: {name} is no safetensors file: {error}") from error
+        raise ConfigError(f"model.path: {name} is no whole safetensors file: {error}") from error
 
 
 def read_widths(path: str) -> Widths | None:
@@ -153,7 +296,9 @@ def read_widths(path: str) -> Widths | None:
     ConfigError if damaged.
     """
     config = read_config(path)
-    return None if config is None else understood(path, config, _widths)
+    if config is None:
+        return None
+    return understood(path, config, _widths)
 
 
 def _widths(config: Mapping[str, Any]) -> Widths:
@@ -169,4 +314,6 @@ def _widths(config: Mapping[str, Any]) -> Widths:
 
 
 def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) else None
+    if isinstance(value, int):
+        return value
+    return None

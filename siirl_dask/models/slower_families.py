@@ -49,7 +49,9 @@ def rows_note(path: str) -> str | None:
     ConfigError as of ``why_padded``.
     """
     why = why_padded(path)
-    return None if why is None else f"rows: with padding ({why}), which takes longer"
+    if why is None:
+        return None
+    return f"rows: with padding ({why}), which takes longer"
 
 
 def loop_note(path: str) -> str | None:

@@ -1,5 +1,5 @@
-"""Opens the ``*.safetensors`` of a model's folder on this machine; weights are read when they
-are used.
+"""Opens the ``*.safetensors`` of a model's folder on this machine, those that transformers would
+read; weights are read when they are used.
 """
 
 from __future__ import annotations
@@ -7,10 +7,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
 
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.architecture import empty_model, read_config, understood
 from siirl_dask.models.experts import joined
+from siirl_dask.models.packed_weights import packing_of
+from siirl_dask.models.remote import is_remote
+from siirl_dask.models.shapes import INDEX, files_with_weights, weight_shapes
+from siirl_dask.models.weight_names import (
+    lacking,
+    read_stored,
+    stored_parameters,
+    tied_apart,
+    tied_names,
+)
+
+_NAMED = 4  # parameters in a message
 
 
 def open_weights(path: str) -> dict[str, Any]:
@@ -27,10 +42,64 @@ def open_tensors(path: str) -> dict[str, Any]:
     """Return the open file of each tensor by its name, as ``open_weights`` does, but with
     nothing joined.
     """
+    folder = Path(path)
+    there = [file.name for file in folder.glob("*")]
+    names = files_with_weights(path, there, lambda: (folder / INDEX).read_bytes())
     try:
-        opened: list[Any] = [
-            safe_open(file, framework="pt") for file in sorted(Path(path).glob("*.safetensors"))
-        ]
+        opened: list[Any] = [safe_open(folder / name, framework="pt") for name in names]
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"model.path={path!r}: its weights cannot be read: {error}") from error
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118  # the file is no mapping
+
+
+def check_weights(path: str) -> None:
+    """Check that the ``*.safetensors`` of the model at ``path``, on any fsspec URL, have each
+    parameter of the generating model that its ``config.json`` describes, and in its shape.
+
+    Does nothing without a ``config.json`` and for packed weights, and looks at no weights without
+    such files.
+
+    Raises:
+        ConfigError: they do not, or transformers has no such model.
+    """
+    config = read_config(path)
+    if config is None or packing_of(path) is not None:
+        return
+    model = understood(path, config, empty_model)
+    if model is None:
+        code = ""
+        if "auto_map" in config:
+            code = ", and code in a model's folder is not run"
+        raise ConfigError(
+            f"model.path={path!r}: transformers has no generating model of the model_type "
+            f"{config.get('model_type')!r} of its config.json{code}"
+        )
+    shapes = weight_shapes(path)
+    if not shapes:
+        return
+    problems = lacking(model, shapes)
+    if problems:
+        more = ""
+        if len(problems) > _NAMED:
+            more = f" and {len(problems) - _NAMED} more"
+        raise ConfigError(
+            f"model.path={path!r}: its *.safetensors are not of the model that its config.json "
+            f"describes: {', '.join(problems[:_NAMED])}{more}"
+        )
+    if not is_remote(path):
+        check_tied(path, model)
+
+
+def check_tied(path: str, model: PreTrainedModel) -> None:
+    """Raise ConfigError where a folder has several tensors for a parameter of ``model``, which may
+    be without memory, and they differ.
+    """
+    several = [names for names in tied_names(model).values() if len(names) > 1]
+    if not several:
+        return
+    stored = stored_parameters(model, open_tensors(path))
+    for names in several:
+        there = [name for name in names if name in stored]
+        for other in there[1:]:
+            if not torch.equal(read_stored(stored[there[0]]), read_stored(stored[other])):
+                raise tied_apart(f"model.path={path!r}", there[0], other)

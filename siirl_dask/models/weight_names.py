@@ -9,11 +9,13 @@ from the other.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -25,6 +27,9 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+
+from siirl_dask.errors import ConfigError
+from siirl_dask.models.experts import joined
 
 Stored = tuple[str, Any]
 """Name of a weight in an open file, and that file; ``file.get_slice(name)`` reads it."""
@@ -58,6 +63,75 @@ def stored_parameters(model: PreTrainedModel, opened: Mapping[str, Any]) -> dict
                 making = made.setdefault(parameter, _Made(renamed, converter, model.config))
                 making.sources.append((pattern, name, opened[name]))
     return found | {name: (name, making) for name, making in made.items()}
+
+
+def lacking(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return a clause for each parameter of a model, which may be without memory, and for each
+    buffer that is saved with these, that files with tensors of these ``shapes``, by name, lack or
+    have in another shape.
+    """
+    headers = _Headers(shapes)
+    stored = stored_parameters(model, joined(dict.fromkeys(shapes, headers)))
+    ignored = [re.compile(rule) for rule in model._keys_to_ignore_on_load_missing or ()]
+    clauses = []
+    names_by_first = tied_names(model)
+    tied = {name for names in names_by_first.values() for name in names}
+    state = model.state_dict()
+    names_by_first |= {name: [name] for name in state.keys() - tied}
+    for name, names in names_by_first.items():
+        there = [each for each in names if each in stored]
+        if not there and not any(rule.search(name) for rule in ignored):
+            clauses.append(f"{name} is not there")
+        expected = list(state[name].shape)
+        for each in there:
+            in_file, file = stored[each]
+            try:
+                shape = list(file.get_slice(in_file).get_shape())
+            except RuntimeError:  # torch's, of tensors that a parameter is made of
+                clauses.append(f"{each} cannot be made of the tensors that are there")
+                continue
+            if shape != expected:
+                clauses.append(f"{in_file} has shape {shape} where {expected} was expected")
+    return clauses
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Return all names of each parameter of a model by the first: tied ones have several."""
+    names: dict[str, list[str]] = {}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own = first.setdefault(id(parameter), name)
+        names.setdefault(own, []).append(name)
+    return names
+
+
+def tied_apart(subject: str, first: str, other: str) -> ConfigError:
+    """Return the error for a model whose files have two tensors, which differ, for one parameter
+    of two names: some libraries would load one, and some both.
+    """
+    return ConfigError(
+        f"{subject}: its config.json says that {first} and {other} are one parameter "
+        "(tie_word_embeddings), and its files have two tensors for it that differ: set "
+        f"tie_word_embeddings to false there if both were trained, or take {other} out"
+    )
+
+
+class _Headers:
+    """Stands for open files of which the shapes of tensors are known."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+        self._name = ""
+
+    def get_slice(self, name: str) -> _Headers:
+        self._name = name
+        return self
+
+    def get_shape(self) -> list[int]:
+        return list(self._shapes[self._name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        return torch.empty(self._shapes[name], device="meta")
 
 
 def read_stored(stored: Stored) -> Tensor:
@@ -136,7 +210,10 @@ def renaming(model: PreTrainedModel) -> Callable[[Iterable[str]], dict[str, str]
 
 
 def _renamed(
-    changes: list[WeightTransform], prefix: str, there: dict[str, bool], in_files: Iterable[str]
+    changes: list[WeightTransform],
+    prefix: str,
+    there: dict[str, bool],
+    in_files: Iterable[str],
 ) -> dict[str, str]:
     renamings, converters = _by_kind(changes)
     found = {}

@@ -284,7 +284,11 @@ _EPISODE_COLUMNS = (EPISODE_ID, SEGMENT, TURNS, PROMPT_IDS, RESPONSE_IDS, RESPON
 
 
 def eval_table_schema(
-    prompt: DataType, answer: DataType, *, episodes: bool = False, agents: bool = False
+    prompt: DataType,
+    answer: DataType,
+    *,
+    episodes: bool = False,
+    agents: bool = False,
 ) -> Schema:
     """Return the columns that ``eval_table`` writes, for its node: prompts and answers have the
     dataset's types.
@@ -314,10 +318,17 @@ def _reads_of_eval_table(
 
 
 @columns(
-    reads=[PROMPT, ANSWER, *_SAMPLE_COLUMNS], depends_on_options=_reads_of_eval_table, passes=False
+    reads=[PROMPT, ANSWER, *_SAMPLE_COLUMNS],
+    depends_on_options=_reads_of_eval_table,
+    passes=False,
 )
 def eval_table(
-    ctx: Context, table: pa.Table, *, n: int, source: ColumnPath = NO_COLUMN, episodes: bool = False
+    ctx: Context,
+    table: pa.Table,
+    *,
+    n: int,
+    source: ColumnPath = NO_COLUMN,
+    episodes: bool = False,
 ) -> pa.Table:
     """Return a table to read: prompt, answer, response, reward, source, and the sample's number
     from 0 to ``n - 1``.

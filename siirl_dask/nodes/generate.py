@@ -36,7 +36,7 @@ def _unpack(ctx: Context, table: pa.Table, *, rollout: RolloutConfig, **options:
 
 
 def _generate_changes(*, rollout: RolloutConfig, **options: object) -> ContractChanges:
-    if not rollout.partial:
+    if not rollout.continues_rows:
         changes = _route_changes(rollout=rollout)
         if not rollout.in_flight:
             return changes
@@ -68,13 +68,13 @@ def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Tab
     """Sample ``rollout.n`` responses to each prompt, which may show images.
 
     Sample k of the prompt at position p is row ``p * n + k`` of group p. With ``rollout.partial``
-    the rows are those of the groups that are complete by now, from this step and from earlier ones:
-    see ``partial_rollout.py``. With ``rollout.in_flight`` a row goes on with new weights as soon as
-    they are there, and ``token_versions`` has the version of each token.
+    or ``rollout.window`` the rows are those of the groups that are complete by now, from this step
+    and from earlier ones: see ``partial_rollout.py``. With ``rollout.in_flight`` a row goes on with
+    new weights as soon as they are there, and ``token_versions`` has the version of each token.
     """
     samplings = [rollout_sampling(rollout)] * rollout.n
-    if rollout.max_tokens_per_step is not None:
-        return generate_partial(ctx, table, samplings, rollout.max_tokens_per_step)
+    if rollout.continues_rows:
+        return generate_partial(ctx, table, samplings, rollout)
     return _generate(
         ctx, table, samplings, routes=rollout.router_replay, versions=rollout.in_flight
     )
@@ -110,7 +110,11 @@ def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfi
     early=EARLY_COLUMNS,
 )
 def generate_answers(
-    ctx: Context, table: pa.Table, *, rollout: RolloutConfig, validation: ValidationConfig
+    ctx: Context,
+    table: pa.Table,
+    *,
+    rollout: RolloutConfig,
+    validation: ValidationConfig,
 ) -> pa.Table:
     """Sample ``validation.n`` responses to each prompt as ``validation`` says, numbered as those
     of ``generate``.

@@ -9,8 +9,7 @@ import pyarrow as pa
 
 from siirl_dask.context import Context
 from siirl_dask.nodes.nonfinite import check_finite
-from siirl_dask.nodes.packed_table import PackedTable, pack_rows
-from siirl_dask.nodes.routes import packed_routes
+from siirl_dask.nodes.packed_table import PackedTable, pack_rows, packed_routes
 from siirl_dask.planner import ContractChanges, columns
 from siirl_dask.schema import (
     COLLISION_PROBS,
@@ -46,7 +45,11 @@ def _writes_scores(*, entropies: bool, collision_probs: bool) -> ContractChanges
     depends_on_options=_writes_scores,
 )
 def policy_logprobs(
-    ctx: Context, table: pa.Table, *, entropies: bool = False, collision_probs: bool = False
+    ctx: Context,
+    table: pa.Table,
+    *,
+    entropies: bool = False,
+    collision_probs: bool = False,
 ) -> pa.Table:
     """Add the log-probs under the policy before this step's update; with ``rollout.router_replay``
     tokens are routed to the experts that the engine used.
@@ -130,13 +133,19 @@ def average_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
 
 
 def _add_logprobs(
-    ctx: Context, table: pa.Table, packed: PackedTable, scores: TokenScores, column: str
+    ctx: Context,
+    table: pa.Table,
+    packed: PackedTable,
+    scores: TokenScores,
+    column: str,
 ) -> pa.Table:
     return _add_finite(ctx, table, column, packed.per_token(scores.logprobs, TYPES[column]))
 
 
 @columns(
-    reads=[PROMPT_IDS, RESPONSE_IDS], if_written=[IMAGES, OBSERVED_IMAGES], writes=fields(VALUES)
+    reads=[PROMPT_IDS, RESPONSE_IDS],
+    if_written=[IMAGES, OBSERVED_IMAGES],
+    writes=fields(VALUES),
 )
 def estimate_values(ctx: Context, table: pa.Table) -> pa.Table:
     """Add the value before each response token, under the critic before this step's update."""
@@ -148,7 +157,10 @@ def estimate_values(ctx: Context, table: pa.Table) -> pa.Table:
 
 
 def _add_finite(
-    ctx: Context, table: pa.Table, name: str, column: pa.Array | pa.ChunkedArray
+    ctx: Context,
+    table: pa.Table,
+    name: str,
+    column: pa.Array | pa.ChunkedArray,
 ) -> pa.Table:
     """Add a column whose numbers must be finite."""
     table = table.append_column(name, column)

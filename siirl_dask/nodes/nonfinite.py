@@ -125,7 +125,8 @@ def _describe(ctx: Context, table: pa.Table, bad: BadRows) -> str:
     count = len({row for rows in bad.values() for row in rows})
     more = f" and {count - _MAX_NAMED_ROWS} more" if count > _MAX_NAMED_ROWS else ""
     ids = ", ".join(map(str, _row_ids(table, bad)))
-    rows = f"row{'s' if count > 1 else ''} {ids}{more} of {table.num_rows}"
+    label = "rows" if count > 1 else "row"
+    rows = f"{label} {ids}{more} of {table.num_rows}"
     return f"{' and '.join(bad)} not finite on worker {ctx.device.worker!r} in {rows}"
 
 
@@ -160,7 +161,7 @@ def _write_rows(ctx: Context, table: pa.Table, bad: BadRows) -> str | None:
     order = sorted(range(table.num_rows), key=lambda row: row not in names_of_row)
     written = order[: _row_limit(table)]
     reasons = [names_of_row.get(row, []) for row in written]
-    return ctx.put_aside(
+    return ctx.dump_nonfinite(
         table.take(written).append_column(COLUMN, pa.array(reasons, pa.list_(pa.string())))
     )
 

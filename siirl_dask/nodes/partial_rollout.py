@@ -1,10 +1,11 @@
-"""Partial rollouts (Kimi k1.5, arXiv:2501.12599, section 2.6.2): responses that are generated over
-several steps.
+"""Responses that are generated over several steps (partial rollouts: Kimi k1.5, arXiv:2501.12599,
+section 2.6.2).
 
-A sample gets a budget of tokens per step. One that has not ended by then stays on its worker, with
-all of its group, and continues in the next step with the weights of that step. Its next token is
-drawn as if it was never interrupted. A drain step finishes all samples. Unfinished rows are stored
-with the rows of the step, so that a run which is resumed continues them.
+A step stops by a rule (``continued/step_rules.py``): each response has got a budget of tokens, or
+enough groups are whole. A response that has not ended by then stays on its worker, with all of its
+group, and continues in the next step with the weights of that step. Its next token is drawn as if
+it was never interrupted. A drain step finishes all responses. Unfinished rows are stored with the
+rows of the step, so that a run which is resumed continues them.
 """
 
 from __future__ import annotations
@@ -16,17 +17,27 @@ from itertools import compress
 import numpy as np
 import pyarrow as pa
 
+from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import DataError
-from siirl_dask.nodes.sampling import add_samples, build_requests, generate_all, make_requests
-from siirl_dask.rollout import ContinuedRow, FinishReason, Generation, RolloutEngine, Sampling
-from siirl_dask.rollout.requests import Sampled
+from siirl_dask.nodes.continued.response_parts import PartialSample, PartsQueue, part_length
+from siirl_dask.nodes.continued.row_progress import RowProgress
+from siirl_dask.nodes.continued.step_rules import StepRule, rule_of_step
+from siirl_dask.nodes.sampling import (
+    add_samples,
+    build_requests,
+    generate_all,
+    make_requests,
+    serve_named,
+)
+from siirl_dask.rollout import FinishReason, RolloutEngine, Sampling
 from siirl_dask.schema import (
     FINISH_REASON,
     GROUP_ID,
     IDENTITY,
     RESPONSE_IDS,
     ROW_ID,
+    SAMPLING_SEED,
     TOKEN_VERSIONS,
     TOKENS,
     TYPES,
@@ -49,50 +60,53 @@ _PARTIAL_COLUMNS = {
 while it continues."""
 
 
-@dataclass(slots=True)
-class _PartialSample(ContinuedRow):
-    """One response, as far as it is sampled."""
-
-    worker: str = ""
-    """The worker that sampled the latest tokens."""
-
-    def result(self) -> Sampled:
-        """Return the whole response, which has ended."""
-        assert self.finish_reason is not None
-        return Sampled(Generation(self.tokens, self.logprobs, self.finish_reason), self.worker)
-
-
 @dataclass(frozen=True, slots=True)
 class _UnfinishedResponse:
     """Rows and samples that continue in the next step."""
 
     rows: pa.Table
-    samples: list[_PartialSample]
+    samples: list[PartialSample]
 
 
 def generate_partial(
-    ctx: Context, table: pa.Table, samplings: Sequence[Sampling], budget: int
+    ctx: Context,
+    table: pa.Table,
+    samplings: Sequence[Sampling],
+    rollout: RolloutConfig,
 ) -> pa.Table:
-    """Return the rows of groups whose samples have all ended by now; a sample gets ``budget``
-    tokens in a step.
+    """Return the rows of the groups that the step takes, whose samples have all ended; the others
+    stay in the node's state.
     """
-    engine: RolloutEngine = ctx.resource
     rows, requests = make_requests(ctx, table, samplings)
-    samples = [_PartialSample(request) for request in requests]
+    samples = [PartialSample(request) for request in requests]
     earlier: _UnfinishedResponse | None = ctx.state.pop(_UNFINISHED, None)
     if earlier is not None:
         earlier_rows = with_older_ids(earlier.rows).select(rows.column_names).cast(rows.schema)
         rows = pa.concat_tables([rows, earlier_rows])
         samples = samples + earlier.samples
-    step_budget = None if ctx.drain else budget
-    running = [at for at, sample in enumerate(samples) if not sample.finished]
-    requests = [samples[at].rest(step_budget) for at in running]
-    costs = rows[TOKENS].take(pa.array(running, pa.int64())).to_pylist()
-    generated = generate_all(ctx, requests, costs)
-    for at, sampled in zip(running, generated, strict=True):
-        samples[at].add(sampled.generation, engine.version)
-        samples[at].worker = sampled.worker
-    complete = _complete_groups(rows, samples)
+    groups: list[int] = rows[GROUP_ID].to_pylist()
+    seeds = rows[SAMPLING_SEED].to_pylist()
+    rule = rule_of_step(ctx, rollout, groups, seeds, [*map(_progress, samples)])
+    for index, sample in enumerate(samples):
+        sample.budget = rule.budget_of(index)
+    running = [
+        index
+        for index, sample in enumerate(samples)
+        if not sample.finished and not sample.budget_spent
+    ]
+    costs: list[int] = rows[TOKENS].to_pylist()
+    if rollout.window:
+        part = part_length(rollout.max_response_length)
+        _sample_in_parts(ctx, samples, running, costs, rule=rule, length=part)
+    else:
+        _sample_budgets(ctx, samples, running, costs)
+    choice = rule.choose([*map(_progress, samples)])
+    if rollout.window:
+        ctx.log("rollout/dropped_groups", len(choice.dropped), Reduce.SUM)
+    for index, group in enumerate(groups):
+        if group in choice.dropped:  # begins again, with the same seed and newer weights
+            samples[index] = PartialSample(samples[index].request)
+    complete = np.isin(rows[GROUP_ID].to_numpy(), [*choice.taken])
     unfinished = list(compress(samples, ~complete))
     if unfinished:
         ctx.state[_UNFINISHED] = _UnfinishedResponse(rows_where(rows, ~complete), unfinished)
@@ -137,10 +151,10 @@ def unpack_unfinished(ctx: Context, table: pa.Table, samplings: Sequence[Samplin
     rows = table.drop_columns([*_PARTIAL_COLUMNS])
     requests = build_requests(ctx, rows, samplings)
     partial_rows = table.select([*_PARTIAL_COLUMNS]).cast(pa.schema(_PARTIAL_COLUMNS)).to_pylist()
-    samples: list[_PartialSample] = []
+    samples: list[PartialSample] = []
     for request, row in zip(requests, partial_rows, strict=True):
         reason = row[FINISH_REASON]
-        sample = _PartialSample(
+        sample = PartialSample(
             request=request,
             tokens=row[RESPONSE_IDS],
             logprobs=row[_LOGPROBS],
@@ -165,18 +179,53 @@ def with_older_ids(rows: pa.Table) -> pa.Table:
     return rows
 
 
-def _complete_groups(
-    rows: pa.Table, samples: Sequence[_PartialSample]
-) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return, for each row, whether all samples of its group have ended. [R] bool."""
-    groups = rows[GROUP_ID].to_numpy()
-    incomplete = [
-        group for group, sample in zip(groups.tolist(), samples, strict=True) if not sample.finished
-    ]
-    return ~np.isin(groups, incomplete)
+def _sample_budgets(
+    ctx: Context, samples: Sequence[PartialSample], running: Sequence[int], costs: Sequence[int]
+) -> None:
+    """Sample each of the ``running`` responses, here or at a peer, until it has ended or spent its
+    budget.
+    """
+    engine: RolloutEngine = ctx.resource
+    requests = [samples[index].rest(samples[index].budget) for index in running]
+    generated = generate_all(ctx, requests, [costs[index] for index in running])
+    for index, sampled in zip(running, generated, strict=True):
+        samples[index].add_part(sampled, engine.version)
 
 
-def _finished_rows(ctx: Context, rows: pa.Table, samples: Sequence[_PartialSample]) -> pa.Table:
+def _sample_in_parts(
+    ctx: Context,
+    samples: Sequence[PartialSample],
+    running: Sequence[int],
+    costs: Sequence[int],
+    *,
+    rule: StepRule,
+    length: int,
+) -> None:
+    """Sample the ``running`` responses, ``length`` tokens at a time, until the rule has enough:
+    first those that are under way, by the age of their first token, then by their expected cost.
+    """
+    engine: RolloutEngine = ctx.resource
+
+    def urgency(index: int) -> tuple[int, int]:
+        oldest = min(samples[index].versions, default=engine.version + 1)
+        return oldest, -costs[index]
+
+    queue = PartsQueue(
+        samples=samples,
+        order=sorted(running, key=urgency),
+        rule=rule,
+        length=length,
+        version=lambda: engine.version,
+        on_progress=ctx.device.sampled,
+    )
+    serve_named(ctx, queue, None)
+
+
+def _progress(sample: PartialSample) -> RowProgress:
+    return RowProgress(sample.finished, sample.tokens, sample.versions, sample.logprobs)
+
+
+def _finished_rows(ctx: Context, rows: pa.Table, samples: Sequence[PartialSample]) -> pa.Table:
     """Return the rows with the columns of their samples, which have ended."""
     engine: RolloutEngine = ctx.resource
     oldest_versions = [min(sample.versions, default=engine.version) for sample in samples]

@@ -43,7 +43,11 @@ def _reads(*, agents: tuple[str, ...], old: str, **options: object) -> ContractC
     depends_on_options=_reads,
 )
 def measure_policy_change(
-    ctx: Context, table: pa.Table, *, agents: tuple[str, ...] = (), old: str = OLD_LOGPROBS
+    ctx: Context,
+    table: pa.Table,
+    *,
+    agents: tuple[str, ...] = (),
+    old: str = OLD_LOGPROBS,
 ) -> pa.Table:
     """Add to each row's ``policy_change`` the change of the policy in its episode: the sum of log
     pi - log pi_old over the tokens of the rows that ``agents`` wrote, or of all rows where none is

@@ -105,7 +105,9 @@ def encode_prompts(
     if images is not None and images.column is None:
         images = None
     if images is None:
-        ids = _encode_texts(ctx, table, column, continue_answers)
+        ids = []
+        for row, prompt in enumerate(table[column].to_pylist()):
+            ids.append(_encode(ctx, table, row, prompt, continue_answers))
         collapsed_ids = ids
     else:
         table, collapsed_ids, ids = _encode_with_images(
@@ -135,18 +137,12 @@ def encode_prompts(
     return table.append_column(PROMPT_TEXT, pa.array(texts, TYPES[PROMPT_TEXT]))
 
 
-def _encode_texts(
-    ctx: Context, table: pa.Table, column: str, continue_answers: bool
-) -> list[list[int]]:
-    """Return each prompt's token ids, of prompts without images."""
-    prompts = table[column].to_pylist()
-    return [
-        _encode(ctx, table, row, prompt, continue_answers) for row, prompt in enumerate(prompts)
-    ]
-
-
 def _encode(
-    ctx: Context, table: pa.Table, row: int, prompt: Any, continue_answers: bool
+    ctx: Context,
+    table: pa.Table,
+    row: int,
+    prompt: Any,
+    continue_answers: bool,
 ) -> list[int]:
     """Return the token ids of a row's prompt. DataError, with the row, for one that cannot be
     used.
@@ -193,7 +189,11 @@ def _image_column(images: ImagesConfig, column: str) -> str:
 
 
 def _encode_with_images(
-    ctx: Context, table: pa.Table, column: str, images: ImagesConfig, continue_answers: bool
+    ctx: Context,
+    table: pa.Table,
+    column: str,
+    images: ImagesConfig,
+    continue_answers: bool,
 ) -> tuple[pa.Table, list[list[int]], list[list[int]]]:
     """Return the table with its images in the column ``images``, each prompt's ids with one
     placeholder an image, and its ids with as many placeholders as each image has tokens. Image

@@ -1,20 +1,23 @@
-"""Nodes that score responses: by a reward function or by a reward model."""
+"""Nodes that score responses: by a reward function, which may begin with finished rows while others
+are generated, or by a reward model.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import Origin, RewardError
-from siirl_dask.nodes.early_scores import EarlyScores, argument_names
 from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS, reward_sums, sequences_of
 from siirl_dask.nodes.failures import Failures, check_failures
 from siirl_dask.nodes.packed_table import pack_rows
 from siirl_dask.planner import columns, reads_option
-from siirl_dask.rewards import Score, Scorer
+from siirl_dask.rewards import Score, Scorer, Scoring
 from siirl_dask.schema import (
     ANSWER,
     PROMPT,
@@ -29,6 +32,77 @@ from siirl_dask.schema import (
     fields,
 )
 from siirl_dask.training import RewardModel
+
+logger = logging.getLogger(__name__)
+
+
+def argument_names(columns: Sequence[str]) -> list[str]:
+    """Return the names of the arguments of a reward function that also gets ``columns``."""
+    return [*dict.fromkeys([PROMPT, RESPONSE, ANSWER, *columns])]
+
+
+class EarlyScores:
+    """A RowWork: scores rows as they are finished, in other threads than the one that generates
+    rows.
+    """
+
+    def __init__(self, scorer: Scorer, names: Sequence[str]) -> None:
+        """``names`` are the arguments of the reward function."""
+        self._names = names
+        self._scoring: Scoring = scorer.begin()
+        self._begun: dict[int, pa.Table] = {}
+        """The rows whose scoring has begun, by their ids."""
+        self._finished = False
+
+    def take(self, rows: pa.Table) -> None:
+        """Begin to score rows. Any thread may call it."""
+        # the node's own ``reads`` leave out an argument
+        if not {*self._names} <= {*rows.column_names}:
+            return
+        for at, row_id in enumerate(rows[ROW_ID].to_pylist()):
+            row = rows.select(self._names).slice(at, 1)
+            self._begun[row_id] = row
+            self._scoring.add(row_id, partial(_arguments_of, row))
+
+    @property
+    def done(self) -> int:
+        """Number of rows that have their score."""
+        return self._scoring.done
+
+    def finish(self, row_ids: Sequence[int], rows: Sequence[dict[str, Any]]) -> list[Score] | None:
+        """Return one score for each of ``rows``, which are the arguments of all rows; the others
+        are scored now.
+
+        None where a row that was scored early has changed since, or is gone: then neither scores
+        nor failures count. None as well for a second call.
+        """
+        if self._finished:  # the node scores twice
+            return None
+        self._finished = True
+        arguments_of_row = dict(zip(row_ids, rows, strict=True))
+        for row_id, row in self._begun.items():
+            if row_id not in arguments_of_row or _arguments_of(row) != arguments_of_row[row_id]:
+                logger.warning(
+                    "rows have changed since they were generated: all of them are scored again"
+                )
+                self.cancel()
+                return None
+        for row_id, arguments in arguments_of_row.items():
+            if row_id not in self._begun:
+                self._scoring.add(row_id, partial(dict, arguments))
+        scores = self._scoring.finish()
+        return [scores.get(row_id, Score()) for row_id in row_ids]
+
+    def cancel(self) -> None:
+        """Score no other row, and end the calls that are running."""
+        self._scoring.cancel()
+
+
+def _arguments_of(row: pa.Table) -> dict[str, Any]:
+    """Return the columns of a table of one row as arguments."""
+    (arguments,) = row.to_pylist()
+    return dict(arguments)
+
 
 _MAX_SHOWN = 200  # characters of a prompt or a response in an error
 
@@ -66,17 +140,27 @@ def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa
     the step fail than ``rewards.max_failures`` allows: that stops the run with RewardError. A
     made-up score never trains.
     """
+    scorer: Scorer = ctx.resource
     names = []
-    for name in _argument_names(ctx.resource, columns):
+    for name in _argument_names(scorer, columns):
         if name in columns or name in table.column_names:
             names.append(name)
-    scores = _score_rows(ctx, table, table.select(names).to_pylist())
+    rows = table.select(names).to_pylist()
+    scores: Sequence[Score] | None = None
+    early: EarlyScores | None = ctx.begun
+    if early is not None:  # those that were scored while others were generated are not again
+        ctx.log("rows/scored_early", early.done, Reduce.SUM)
+        scores = early.finish(table[ROW_ID].to_pylist(), rows)
+    if scores is None:
+        scores = scorer.score(rows)
     failed = [index for index, score in enumerate(scores) if score.failure is not None]
     _check_failures(ctx, table, scores, failed)
     rewards = [score.reward for score in scores]
     assert rewards.count(None) == len(failed)
     ctx.log("reward/failures", len(failed), Reduce.SUM)
-    part_names = {name for score in scores for name in score.parts}
+    part_names: set[str] = set()
+    for one in scores:
+        part_names.update(one.parts)
     for name in sorted(part_names - {REWARD}):
         values = [score.parts[name] for score in scores if name in score.parts]
         ctx.log(f"reward/{name}", values)
@@ -86,22 +170,11 @@ def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa
     return table.append_column(REWARD_PARTS, pa.array(parts, TYPES[REWARD_PARTS]))
 
 
-def _score_rows(ctx: Context, table: pa.Table, rows: Sequence[dict[str, Any]]) -> Sequence[Score]:
-    """Return the score of each row; those that were scored while others were generated are not
-    scored again.
-    """
-    scorer: Scorer = ctx.resource
-    early: EarlyScores | None = ctx.begun
-    if early is not None:
-        ctx.log("rows/scored_early", early.done, Reduce.SUM)
-        scores = early.finish(table[ROW_ID].to_pylist(), rows)
-        if scores is not None:
-            return scores
-    return scorer.score(rows)
-
-
 def _check_failures(
-    ctx: Context, table: pa.Table, scores: Sequence[Score], failed: Sequence[int]
+    ctx: Context,
+    table: pa.Table,
+    scores: Sequence[Score],
+    failed: Sequence[int],
 ) -> None:
     """Raise RewardError on all workers when more rows failed over all of them than
     ``rewards.max_failures``; log allowed failures.

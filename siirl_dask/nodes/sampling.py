@@ -96,17 +96,13 @@ def build_requests(
         prompt_images(ctx.resource, rows),
         strict=True,
     )
-    return [
-        GenerationRequest(prompt, seed, _with_limit(samplings[sample], limit), images=images)
-        for prompt, seed, sample, limit, images in columns
-    ]
-
-
-def _with_limit(sampling: Sampling, limit: int | None) -> Sampling:
-    """Return the parameters with at most ``limit`` tokens."""
-    if limit is None:
-        return sampling
-    return replace(sampling, max_tokens=min(limit, sampling.max_tokens))
+    requests = []
+    for prompt, seed, sample, limit, images in columns:
+        sampling = samplings[sample]
+        if limit is not None:
+            sampling = replace(sampling, max_tokens=min(limit, sampling.max_tokens))
+        requests.append(GenerationRequest(prompt, seed, sampling, images=images))
+    return requests
 
 
 def prompt_images(engine: RolloutEngine, rows: pa.Table) -> list[tuple[Image, ...]]:
@@ -151,18 +147,28 @@ def generate_all(
         queue = LocalQueue(ordered_requests, on_result)
     else:
         queue = ctx.steal_from_peers(ordered_requests, codec, on_result)
-    ctx.free_device()
-    start = time.perf_counter()
-    serve(ctx, _ProgressQueue(queue, ctx.device, ctx.check_stop, len(requests)))
-    busy_seconds = time.perf_counter() - start
-    ctx.log("rollout/busy_seconds", busy_seconds)
-    ctx.log("rollout/longest_busy_seconds", busy_seconds, Reduce.MAX)
+    serve_named(ctx, queue, len(requests))
     with ctx.device.waiting():
         sampled = queue.results()
     ctx.log("rollout/taken_over", queue.taken_over, Reduce.SUM)
-    log_passes(ctx)
     in_request_order = dict(zip(order, sampled, strict=True))
     return [in_request_order[at] for at in range(len(requests))]
+
+
+def serve_named(ctx: Context, queue: Any, own_count: int | None) -> None:
+    """Serve a queue whose results are ``Sampled`` with this worker's engine, and log the seconds
+    that it took and the passes of its model.
+
+    ``own_count`` is the number of this worker's own requests, of which the device reports how many
+    are done; None: the queue reports that.
+    """
+    ctx.free_device()
+    start = time.perf_counter()
+    serve(ctx, _ProgressQueue(queue, ctx.device, ctx.check_stop, own_count))
+    busy_seconds = time.perf_counter() - start
+    ctx.log("rollout/busy_seconds", busy_seconds)
+    ctx.log("rollout/longest_busy_seconds", busy_seconds, Reduce.MAX)
+    log_passes(ctx)
 
 
 def serve(ctx: Context, queue: RequestQueue) -> None:
@@ -240,8 +246,8 @@ class _ProgressQueue:
     queue: Any
     device: Device
     check_stop: Callable[[], None]
-    own_count: int
-    """Number of this worker's own requests."""
+    own_count: int | None
+    """Number of this worker's own requests; None: the queue reports its progress itself."""
     running: int = 0
     """Requests that the engine has begun and not finished."""
     completed: int = 0
@@ -261,7 +267,8 @@ class _ProgressQueue:
     def complete(self, ticket: Any, result: Generation) -> None:
         self.queue.complete(ticket, Sampled(result, self.device.worker))
         self.completed += 1
-        self.device.sampled(self.completed, self.own_count)
+        if self.own_count is not None:
+            self.device.sampled(self.completed, self.own_count)
         self._change_running(-1)
 
     def _change_running(self, change: int) -> None:
@@ -271,7 +278,10 @@ class _ProgressQueue:
 
 
 def add_samples(
-    ctx: Context, rows: pa.Table, sampled: Sequence[Sampled], versions: Sequence[int] | None = None
+    ctx: Context,
+    rows: pa.Table,
+    sampled: Sequence[Sampled],
+    versions: Sequence[int] | None = None,
 ) -> pa.Table:
     """Add the samples' columns to the rows, and log their lengths.
 

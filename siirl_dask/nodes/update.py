@@ -27,11 +27,11 @@ from siirl_dask.nodes.nonfinite import nonfinite_handler
 from siirl_dask.nodes.packed_table import (
     advantages_of,
     pack_rows,
+    packed_routes,
     response_mask,
     valid_rows,
     values,
 )
-from siirl_dask.nodes.routes import packed_routes
 from siirl_dask.planner import columns, reads_option
 from siirl_dask.schema import (
     ADVANTAGE,
@@ -198,7 +198,10 @@ def update_critic(
 
 
 def _split_minibatches(
-    ctx: Context, table: pa.Table, needed: str, minibatches: int
+    ctx: Context,
+    table: pa.Table,
+    needed: str,
+    minibatches: int,
 ) -> tuple[Sequence[pa.Table], Sequence[EpisodeSpans | None]]:
     """Return the rows of each mini-batch and their spans in episodes, without rows whose column
     ``needed`` is null.

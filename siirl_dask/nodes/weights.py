@@ -65,7 +65,11 @@ class _Parameter:
 
 
 def weights_in_parts(
-    ctx: Context, table: pa.Table, *, max_bytes: int, lora: LoraConfig | None = None
+    ctx: Context,
+    table: pa.Table,
+    *,
+    max_bytes: int,
+    lora: LoraConfig | None = None,
 ) -> RowStream:
     """Return what ``publish_weights`` publishes, in tables of at most ``max_bytes`` over all
     workers, or of one larger parameter.
@@ -113,7 +117,10 @@ def _parameter_index(parameters: Sequence[_Parameter]) -> pa.Table:
 
 
 def _buckets(
-    ctx: Context, parameters: Sequence[_Parameter], max_bytes: int, lora: LoraConfig | None
+    ctx: Context,
+    parameters: Sequence[_Parameter],
+    max_bytes: int,
+    lora: LoraConfig | None,
 ) -> Generator[pa.Table]:
     """Yield this worker's rows of each bucket of consecutive parameters."""
     tensors = _checked_weights(ctx, parameters, lora)

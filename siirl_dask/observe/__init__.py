@@ -5,7 +5,6 @@ Everything here observes and changes nothing. Each function takes ``run.url`` an
 file lies below it.
 """
 
-from siirl_dask.observe.agents import agents_with
 from siirl_dask.observe.console import PipeConsole, announce, chat_text, printable
 from siirl_dask.observe.drift import Drift
 from siirl_dask.observe.end_of_run import EndOfRun, Sample, print_end_of_run
@@ -23,6 +22,7 @@ from siirl_dask.observe.metrics import (
     Message,
     MetricsLog,
     Record,
+    agents_with,
     damaged_lines,
     decode,
     last_records,

@@ -54,4 +54,6 @@ def printable(text: str) -> str:
 def _printable(character: str) -> str:
     if character.isprintable() or character == "\n":
         return character
-    return " " if character.isspace() else "\N{REPLACEMENT CHARACTER}"
+    if character.isspace():
+        return " "
+    return "\N{REPLACEMENT CHARACTER}"

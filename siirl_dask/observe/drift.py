@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from statistics import median
 
-from siirl_dask.observe.agents import common_name
-from siirl_dask.observe.metrics import Record
+from siirl_dask.observe.metrics import Record, common_name
 
 WARM_UP = 2
 FIRST = 10
@@ -94,8 +93,11 @@ class Drift:
             if name in metrics or name == SECONDS:
                 rule = common_name(name, _RULES)
                 text = _RULES.get(rule, _part_is_gone)(series)
-                if text and rule in _RULES:
-                    yield name, text if rule == name else f"{name.removesuffix(f'/{rule}')}: {text}"
+                if text and rule == name and rule in _RULES:
+                    yield name, text
+                elif text and rule in _RULES:
+                    agent = name.removesuffix(f"/{rule}")
+                    yield name, f"{agent}: {text}"
                 elif text:
                     yield name, f"{name} {text}"
 
@@ -152,11 +154,15 @@ def _grows(series: _Series) -> str:
     values = [value for _, value in series.newest]
     if len(values) < BLOCK * BLOCKS:
         return ""
-    blocks = [values[at : at + BLOCK] for at in range(0, BLOCK * BLOCKS, BLOCK)]
+    blocks = []
+    for number in range(BLOCKS):
+        first = number * BLOCK
+        blocks.append(values[first : first + BLOCK])
     rises = all(min(later) > max(before) for before, later in pairwise(blocks))
     if not rises or min(blocks[-1]) < GROWTH * max(blocks[0]):
         return ""
-    each = (values[-1] - values[0]) / (len(values) - 1) / 2**20
+    growth = values[-1] - values[0]
+    each = growth / (len(values) - 1) / 2**20
     return (
         f"the largest worker process grows with each step, by {each:.1f} MiB, to "
         f"{values[-1] / 2**30:.2f} GiB: what a "

@@ -37,7 +37,7 @@ class EndOfRun:
     files: Mapping[str, str] = field(default_factory=dict)
     """Files by description, such as ``{"every sample": "runs/quickstart/rollouts"}``."""
     first_reward: float | None = None
-    """Mean training reward of the first steps."""
+    """Mean training reward of the first steps; None where these are the last ones too."""
     last_reward: float | None = None
     """Mean training reward of the last steps."""
     before: Sequence[Sample] = ()
@@ -85,18 +85,24 @@ def _numbers(ended: EndOfRun) -> Table:
     summary = ended.summary
     scores = summary.validation
     moved = summary.bytes_per_step
+    test_accuracy = ""
+    if scores.test is not None:
+        test_accuracy = _score(scores.test)
+    speed = "not measured"
+    if summary.samples_per_second is not None:
+        speed = f"{summary.samples_per_second:,.1f}"
+    workers = counted(summary.workers, "worker")
     rows = {
         "training reward": _change(ended.first_reward, ended.last_reward),
         "validation accuracy": _change(scores.first, scores.last),
-        "test accuracy": "" if scores.test is None else _score(scores.test),
-        "samples/s": "not measured"
-        if summary.samples_per_second is None
-        else f"{summary.samples_per_second:,.1f}",
-        "steps": f"{summary.steps:,} in {summary.seconds:,.1f} s on {counted(summary.workers, 'worker')}",
+        "test accuracy": test_accuracy,
+        "samples/s": speed,
+        "steps": f"{summary.steps:,} in {summary.seconds:,.1f} s on {workers}",
         "worker to worker": _size(moved.peers),
         "scheduler and client": _size(moved.scheduler_and_client),
     }
-    if (slow := summary.slowest) is not None:
+    slow = summary.slowest
+    if slow is not None:
         rows["slowest"] = (
             f"node {printable(slow.node)} on worker {printable(slow.worker)}, {slow.share:.0%} of "
             "the time"
@@ -113,9 +119,11 @@ def _numbers(ended: EndOfRun) -> Table:
 
 
 def _change(first: float | None, last: float | None) -> str:
-    """Return ``0.4961 -> 0.8125``; empty where neither was measured."""
+    """Return ``0.4961 -> 0.8125``, the last alone where there is no first, "" for neither."""
     if first is None and last is None:
         return ""
+    if first is None:
+        return _score(last)
     return f"{_score(first)} -> {_score(last)}"
 
 
@@ -157,16 +165,20 @@ def _text(value: object) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = chat_text(value)
     text = printable("" if value is None else str(value)).strip()
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST - 1]}…"
 
 
 def _score(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.4f}"
+    if value is None:
+        return "not measured"
+    return f"{value:.4f}"
 
 
 def _size(nbytes: float | None) -> str:
     if nbytes is None:
         return "not measured"
-    return (
-        f"{nbytes / 1e6:,.2f} MB per step" if nbytes >= 1e5 else f"{nbytes / 1e3:,.1f} kB per step"
-    )
+    if nbytes >= 1e5:
+        return f"{nbytes / 1e6:,.2f} MB per step"
+    return f"{nbytes / 1e3:,.1f} kB per step"

@@ -101,7 +101,9 @@ def eval_result_table(result: EvalResult) -> Table:
         table.add_column(heading, justify="right")
     sources = sorted({source for *_, source in parsed.values() if source})
     for source in (*sources, None):
-        end = f"/{source}" if source else ""
+        end = ""
+        if source:
+            end = f"/{source}"
         values = (result.metrics.get(f"{kind}@{k}{end}") for kind, k in kinds)
         prompts = result.prompts.get(source, 0) if source else sum(result.prompts.values())
         shown = ("-" if value is None else f"{value:.4f}" for value in values)

@@ -142,7 +142,9 @@ class MetricsLog:
         self._attempt = attempt
         self._fs, self._path = open_fs(join(url, METRICS_FILE))
         self._appends = isinstance(self._fs, LocalFileSystem)
-        written = self._fs.cat_file(self._path) if self._fs.exists(self._path) else b""
+        written = b""
+        if self._fs.exists(self._path):
+            written = self._fs.cat_file(self._path)
         whole = whole_lines(written)
         if until is not None:
             records = [
@@ -153,7 +155,9 @@ class MetricsLog:
         # the last start was killed while writing; or this run is new
         if whole != written or not written:
             write_atomic(self._fs, self._path, whole)
-        self._written = b"" if self._appends else whole
+        self._written = whole
+        if self._appends:
+            self._written = b""
 
     def write(self, record: Record) -> None:
         """Append a record."""
@@ -288,3 +292,30 @@ def decode(line: bytes, where: str) -> tuple[Record, int]:
             record = Record(step=step, phase=Phase(phase), seconds=float(seconds), metrics=metrics)
             return record, attempt if type(attempt) is int else 0
     raise DataError(f"{where}: expected step, phase, seconds and metrics, got {fields!r:.200}")
+
+
+# Metrics of single agents: a run with several logs ``a/policy/loss`` and ``b/policy/loss``.
+
+
+def agents_with(records: Iterable[Record], metric: str) -> list[str]:
+    """Return the agents that logged a metric of their own by this name, in alphabetical order."""
+    ending = f"/{metric}"
+    agents = set()
+    for record in records:
+        for name in record["metrics"]:
+            if _ends(name, ending):
+                agents.add(name.removesuffix(ending))
+    return sorted(agents)
+
+
+def common_name(name: str, known: Iterable[str]) -> str:
+    """Return the one of the ``known`` metrics that an agent's metric is, and any other name as
+    it is.
+    """
+    return next((metric for metric in known if _ends(name, f"/{metric}")), name)
+
+
+def _ends(name: str, ending: str) -> bool:
+    if not name.endswith(ending):
+        return False
+    return "/" not in name.removesuffix(ending)

@@ -14,11 +14,10 @@ from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
-from siirl_dask.observe.arrivals import arrivals
 from siirl_dask.observe.console import PipeConsole
 from siirl_dask.observe.metrics import Record
 from siirl_dask.observe.tenths import Tenths
-from siirl_dask.observe.transfer import transfer
+from siirl_dask.observe.waits import arrivals, transfer
 from siirl_dask.planner import Phase
 from siirl_dask.wording import redacted
 
@@ -53,7 +52,9 @@ class Pace:
         (done, until) = marks[-1]
         if done == first:
             return None
-        return max((until - since) / (done - first) * (total - done) - (now - until), 0.0)
+        step_seconds = (until - since) / (done - first)
+        seconds_since = now - until
+        return max(step_seconds * (total - done) - seconds_since, 0.0)
 
 
 class StepShare:
@@ -78,17 +79,17 @@ class StepShare:
             self._began = (0, now)
             self._curve = [(0, 0.0)]
         self._beats = beats
-        self._curve.append((beats - self._began[0], now - self._began[1]))
-        seconds = self._last[-1][1]
-        return (
-            min(_MOST, _seconds_at(beats - self._began[0], self._last) / seconds)
-            if seconds
-            else 0.0
-        )
+        first_beat, began_at = self._began
+        self._curve.append((beats - first_beat, now - began_at))
+        _, seconds = self._last[-1]
+        if not seconds:
+            return 0.0
+        return min(_MOST, _seconds_at(beats - first_beat, self._last) / seconds)
 
     def end_step(self, now: float) -> None:
         """Note that a step is done, and another one begins."""
-        self._last = [*self._curve, (self._beats - self._began[0], now - self._began[1])]
+        first_beat, began_at = self._began
+        self._last = [*self._curve, (self._beats - first_beat, now - began_at)]
         self.begin_step(now)
 
     def begin_step(self, now: float) -> None:
@@ -112,7 +113,10 @@ class Progress:
     """
 
     def __init__(
-        self, total_steps: int, console: Console | None = None, enabled: bool = True
+        self,
+        total_steps: int,
+        console: Console | None = None,
+        enabled: bool = True,
     ) -> None:
         self._total = total_steps
         self._console = PipeConsole() if console is None else console
@@ -185,7 +189,9 @@ class Progress:
             self._bar.update(self._task, completed=self._step + share, shown=shown)
         elif place and now - self._printed_at >= (_SILENCE if self._begun else _START_SILENCE):
             self._printed_at = now
-            about = f"in step    {self._step + 1}/{self._total}  " if self._begun else "starting   "
+            about = "starting   "
+            if self._begun:
+                about = f"in step    {self._step + 1}/{self._total}  "
             self.note(about + (f"{share:.0%} done, {place}" if share else place))
 
     def _tell_of_pass(self, place: str, now: float, sampled: int, to_sample: int) -> None:
@@ -206,7 +212,10 @@ class Progress:
         self.note(f"{self._pass:<10} {counted}{minutes}:{seconds:02} so far, in {place}")
 
     def validation(
-        self, step: int, metrics: Mapping[str, float | None], phase: Phase = Phase.VALIDATION
+        self,
+        step: int,
+        metrics: Mapping[str, float | None],
+        phase: Phase = Phase.VALIDATION,
     ) -> None:
         """Print the accuracy after ``step`` steps, and metrics over several samples a prompt,
         such as pass@8.
@@ -316,7 +325,9 @@ def headline(metrics: Mapping[str, float | None]) -> str:
     """Return ``reward 0.714  12,345 tokens/s``, or as much of it as was logged."""
     reward = metrics.get("reward/mean")
     speed = metrics.get("tokens_per_second")
-    parts = [] if reward is None else [f"reward {reward:.3f}"]
+    parts = []
+    if reward is not None:
+        parts = [f"reward {reward:.3f}"]
     return "  ".join(parts if speed is None else [*parts, f"{speed:,.0f} tokens/s"])
 
 
@@ -336,4 +347,6 @@ def time_left(seconds: float | None) -> str:
         return ""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02} left" if hours else f"{minute}:{second:02} left"
+    if hours:
+        return f"{hours}:{minute:02}:{second:02} left"
+    return f"{minute}:{second:02} left"

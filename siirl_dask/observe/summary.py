@@ -219,4 +219,6 @@ def _without_nan(value: Any) -> Any:
         return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -8,9 +8,11 @@ from siirl_dask.planner.chain import (
     EarlyColumns,
     Edge,
     Input,
+    Iteration,
     Lagged,
     Link,
     LoadPrompts,
+    Phase,
     Plan,
     Recv,
     ReportTable,
@@ -20,6 +22,10 @@ from siirl_dask.planner.chain import (
     SaveState,
     Send,
     Stream,
+    always_reloaded,
+    phase_of,
+    reloaded_after,
+    replay_plan,
 )
 from siirl_dask.planner.column_flow import DATA, NodeColumns, trace_columns
 from siirl_dask.planner.compile import compile_chains
@@ -50,7 +56,6 @@ from siirl_dask.planner.explain.sizes import (
 from siirl_dask.planner.footprint import Card, Footprint, Remedy
 from siirl_dask.planner.hosts import Hosts, by_host, host_of
 from siirl_dask.planner.inputs import PlanInputs
-from siirl_dask.planner.iteration import Iteration, Phase, phase_of, replay_plan
 from siirl_dask.planner.node import NONFINITE, STAGES, TRACE, Node, Role, Rows
 from siirl_dask.planner.placement import host_notes
 from siirl_dask.planner.restore import (
@@ -121,6 +126,7 @@ __all__ = [
     "WeightSink",
     "WeightSource",
     "all_options",
+    "always_reloaded",
     "bare",
     "bind",
     "builds",
@@ -146,7 +152,7 @@ __all__ = [
     "preflight_of",
     "provides_of",
     "reads_option",
-    "reloads",
+    "reloaded_after",
     "replay_plan",
     "resolve",
     "rows_made",

@@ -1,9 +1,12 @@
-"""Plans as data: edges between groups of workers, and for each worker a chain of links."""
+"""Plans as data: edges between groups of workers, for each worker a chain of links, and iterations:
+passages of all workers through the chains of a plan.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from siirl_dask.planner.column_flow import NodeColumns
 from siirl_dask.planner.dag import DAG
@@ -49,7 +52,7 @@ class Edge:
     early: EarlyColumns | None = None
     """Columns that may travel before the source's table is whole; None where a worker is a source
     and a target, or no node hands over its rows. Rows of such an edge prefer a target each: see
-    ``layout.preference``."""
+    ``layout.balance``."""
     by_group: bool = False
     """True if it moves groups: one row of each to every target that owns a row of it by the
     guide, or to all."""
@@ -295,3 +298,115 @@ class Plan:
         return frozenset(
             source for source, target in self.streams.items() if self.dag.node(target).lag
         )
+
+
+def reloaded_after(chain: Chain) -> Mapping[str, frozenset[str]]:
+    """Return the roles, for each node of the chain, whose next node in it loads all weights.
+
+    A node that lags does not count as one that loads: in some iterations it is left out.
+    """
+    found: dict[str, frozenset[str]] = {}
+    loaded_next: frozenset[str] = frozenset()
+    for node, surely in reversed(list(_nodes(chain))):
+        found[node.name] = loaded_next
+        others = loaded_next - {node.role}
+        loaded_next = others
+        if surely and node.weight_sink is not None:
+            loaded_next = others | {node.role}
+    return dict(reversed(found.items()))
+
+
+def always_reloaded(chain: Chain, role: str, frees: frozenset[str]) -> bool:
+    """Return whether weights for ``role`` come next after each node of the roles ``frees``,
+    which put it to sleep.
+    """
+    after = reloaded_after(chain)
+    others = frees - {role}
+    asleep_after = [node for node, _ in _nodes(chain) if node.role in others]
+    return all(role in after[node.name] for node in asleep_after)
+
+
+def _nodes(chain: Chain) -> Iterator[tuple[Node, bool]]:
+    """Yield the nodes that the worker runs, in order, and whether each runs in every iteration."""
+    for link in chain.links:
+        surely = not isinstance(link, Lagged)
+        inner = link.links if isinstance(link, Lagged) else (link,)
+        for each in inner:
+            if isinstance(each, RunNode):
+                yield each.node, surely
+            elif isinstance(each, Stream):
+                if each.gives:
+                    yield each.source, surely
+                if each.takes:
+                    yield each.target, surely
+
+
+class Phase(StrEnum):
+    """The kind of an iteration; all workers are in the same phase."""
+
+    TRAIN = "train"
+    REPLAY = "replay"
+    """Training step of a resumed run whose rows are stored: its updates are repeated, and
+    nothing is generated."""
+    VALIDATION = "validation"
+    TEST = "test"
+    EVALUATION = "evaluation"
+    """Pass over a dataset outside a training run (``siirl-dask eval``)."""
+    WEIGHTS = "weights"
+    """Transfer of the restored weights to the engines, in a resumed run."""
+    CHECKPOINT = "checkpoint"
+    """Saving of the roles' states; no chain is run."""
+
+    @property
+    def counts_as(self) -> Phase:
+        """The phase under which its steps are logged and its nodes keep their state: a replay is
+        training.
+        """
+        if self is Phase.REPLAY:
+            return Phase.TRAIN
+        return self
+
+
+def replay_plan(frontier: str) -> str:
+    """Return the name of the plan of steps that are replayed from the rows of the table
+    ``frontier``.
+    """
+    return f"{Phase.REPLAY}:{frontier}"
+
+
+def phase_of(plan: str) -> Phase:
+    """Return the phase of a plan's name, as ``Iteration.plan`` gives it."""
+    return Phase(plan.partition(":")[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One passage of all workers through the chains of a phase."""
+
+    phase: Phase
+    step: int
+    """Step that is trained, from 1; in other phases, the number of steps trained before."""
+    sequence: int
+    """Number of the iteration in the run, which makes the keys of its messages unique."""
+    drain: bool = False
+    """True if no training step follows at once, so that nodes with a lag catch up in this
+    iteration."""
+    position: int | None = None
+    """Number of the next prompt after a replayed step that had drawn more prompts than its own."""
+    frontier: str = ""
+    """Table whose rows a replayed step begins with."""
+
+    @property
+    def plan(self) -> str:
+        """Name of the plan whose chains it runs: its phase, and for a replay also the frontier."""
+        if self.phase is Phase.REPLAY:
+            return replay_plan(self.frontier)
+        return self.phase
+
+    @property
+    def batch(self) -> int:
+        """Number of the dataset's batch that the iteration reads, from 0."""
+        return max(self.step - 1, 0)
+
+    def __str__(self) -> str:
+        return f"{self.phase} step {self.step}"

@@ -369,7 +369,10 @@ def _is_shared(column: Column, one_a_group: bool) -> bool:
 
 
 def _chosen_source(
-    node: Node, column: Column, candidates: Sequence[str], nodes: Mapping[str, Node]
+    node: Node,
+    column: Column,
+    candidates: Sequence[str],
+    nodes: Mapping[str, Node],
 ) -> str:
     """Return which of the ``candidates``, nodes that hold the column, supplies it.
 

@@ -83,7 +83,9 @@ def compile_chains(
         if stays(flow[source_node], flow[target], placed):
             moves[target] = replace(moves[target], edges=())
     edges = tuple(edge for move in moves.values() for edge in move.edges)
-    early = find_early(dag, flow, moves) if overlap else {}
+    early = {}
+    if overlap:
+        early = find_early(dag, flow, moves)
     output_tables, state_tables = _stored(dag, flow)
     chains = _chains(
         workers,
@@ -214,7 +216,10 @@ def _receives(node: Node, move: Move, worker: str) -> list[Link]:
 
 
 def _add_writes_of_state(
-    links: Mapping[str, list[Link]], node: Node, table: str, owners: Sequence[str]
+    links: Mapping[str, list[Link]],
+    node: Node,
+    table: str,
+    owners: Sequence[str],
 ) -> None:
     """Let each of the node's workers write its part of the node's state; all others report that
     they have none.
@@ -228,7 +233,10 @@ def _add_writes_of_state(
 
 
 def _add_writes_of_rows(
-    links: Mapping[str, list[Link]], node_columns: NodeColumns, table: str, holders: Sequence[str]
+    links: Mapping[str, list[Link]],
+    node_columns: NodeColumns,
+    table: str,
+    holders: Sequence[str],
 ) -> None:
     """Let each holder write its part of the node's rows; all other workers report that they have
     none.

@@ -275,12 +275,16 @@ def contract_of(fn: NodeFn) -> Contract:
 
 def bare(fn: Any) -> Any:
     """Return the function without the options that are bound to it."""
-    return fn.func if isinstance(fn, partial) else fn
+    if isinstance(fn, partial):
+        return fn.func
+    return fn
 
 
 def options_of(fn: Any) -> Mapping[str, Any]:
     """Return the options that are bound to a function."""
-    return fn.keywords if isinstance(fn, partial) else {}
+    if isinstance(fn, partial):
+        return fn.keywords
+    return {}
 
 
 def all_options(fn: Any) -> dict[str, Any]:

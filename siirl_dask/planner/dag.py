@@ -34,7 +34,10 @@ class DAG:
                 raise PlanError(f"{node.label} is there twice: names are unique")
             names.add(node.name)
         if not self.nodes:
-            raise PlanError("the DAG has no nodes: expected at least one")
+            raise PlanError(
+                "the DAG has no nodes: expected at least one; a file takes those of an algorithm "
+                "from its base, as in base: siirl_dask:dags/grpo.yaml"
+            )
         for node in self.nodes:
             self._check_role(node)
             self._check_parents(node, names)

@@ -210,7 +210,9 @@ def _with_shares(roles: Roles, memory: int, sharers: int) -> Roles:
     """Let roles with a share of their own have it, divided by the workers on the accelerator."""
     grown = {}
     for name, one in roles.items():
-        share = 0 if one.share is None else int(one.share * memory / sharers)
+        share = 0
+        if one.share is not None:
+            share = int(one.share * memory / sharers)
         grown[name] = one.grown(share - sum(one.held.values()))
     return grown
 

@@ -51,7 +51,9 @@ class PlanInputs:
 
     def compile(self, workers: Sequence[str]) -> Plan:
         """Return the plan on ``workers``, in the order in which it was planned for them before."""
-        hosts = dict(zip(workers, self.hosts, strict=True)) if self.hosts else None
+        hosts = None
+        if self.hosts:
+            hosts = dict(zip(workers, self.hosts, strict=True))
         return compile_chains(
             self.dag,
             workers,

@@ -37,7 +37,9 @@ class Layout:
     @property
     def holders(self) -> tuple[str, ...]:
         """Workers whose parts together hold every row once; for replicas, the first worker."""
-        return self.workers[:1] if self.replicated else self.workers
+        if self.replicated:
+            return self.workers[:1]
+        return self.workers
 
     def senders(self, hosts: Hosts) -> tuple[str, ...]:
         """Return the workers that give others its rows; for replicas the first of each host, the
@@ -111,7 +113,12 @@ class _Planned:
             home = self.homes.get(home)
 
     def brought(
-        self, source: str, layout: Layout, columns: Sequence[str], *, by_group: bool
+        self,
+        source: str,
+        layout: Layout,
+        columns: Sequence[str],
+        *,
+        by_group: bool,
     ) -> Edge | None:
         """Return the edge that has brought ``columns`` of a node's table into a layout."""
         edge = self.arrived.get((source, layout, by_group))
@@ -219,7 +226,10 @@ def _policy(node_columns: NodeColumns) -> str:
 
 
 def _wanted(
-    node_columns: NodeColumns, workers: tuple[str, ...], guide: Layout, origin: str
+    node_columns: NodeColumns,
+    workers: tuple[str, ...],
+    guide: Layout,
+    origin: str,
 ) -> Layout:
     """Return the layout of a node's input. ``origin`` is the first node of the guide's layout."""
     policy = _policy(node_columns)
@@ -233,7 +243,10 @@ def _wanted(
 
 
 def _bring(
-    node_columns: NodeColumns, layout: Layout, guide: str, planned: _Planned
+    node_columns: NodeColumns,
+    layout: Layout,
+    guide: str,
+    planned: _Planned,
 ) -> tuple[tuple[Input, ...], tuple[Edge, ...]]:
     """Return the tables that a node joins, and an edge from each source whose rows are not in
     place.
@@ -286,7 +299,10 @@ def _bring(
 
 
 def _groups_in_place(
-    source: str, layout: Layout, columns: Sequence[str], planned: _Planned
+    source: str,
+    layout: Layout,
+    columns: Sequence[str],
+    planned: _Planned,
 ) -> str | None:
     """Return the table with the groups of each worker's rows in ``layout``: the source's, or one
     that an edge brought.

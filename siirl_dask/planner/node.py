@@ -169,20 +169,17 @@ class Node:
 
     def _check_save_as(self, table: str) -> None:
         """Refuse a name of a table that the run itself writes."""
-        _check_name(f"save_as of {self.label}:", table)
+        label = f"save_as of {self.label}:"
+        _check_name(label, table)
         if table == STAGES:
-            raise PlanError(
-                f"save_as of {self.label}: {STAGES!r} is the folder of stages: choose another name"
-            )
+            raise PlanError(f"{label} {STAGES!r} is the folder of stages: choose another name")
         if table == TRACE:
             raise PlanError(
-                f"save_as of {self.label}: {TRACE!r} is the table of the run's trace: choose "
-                "another name"
+                f"{label} {TRACE!r} is the table of the run's trace: choose another name"
             )
         if table.startswith(NONFINITE):
             raise PlanError(
-                f"save_as of {self.label}: tables named {NONFINITE}... are the run's: choose "
-                "another name"
+                f"{label} tables named {NONFINITE}... are the run's: choose another name"
             )
 
     def _checked_rows(self) -> Rows:
@@ -204,14 +201,18 @@ class Node:
         """
         if self.save_as is not None:
             return self.save_as
-        return f"{STAGES}/{self.name}" if self.stage else None
+        if self.stage:
+            return f"{STAGES}/{self.name}"
+        return None
 
     @property
     def state_table(self) -> str | None:
         """Folder below the run's for the rows that it keeps for later steps; None if it keeps
         none.
         """
-        return None if self.contract.carries is None else f"{STAGES}/{self.name}.kept"
+        if self.contract.carries is None:
+            return None
+        return f"{STAGES}/{self.name}.kept"
 
     @cached_property
     def contract(self) -> Contract:

@@ -13,7 +13,10 @@ from siirl_dask.planner.role_contract import groups_of
 
 
 def place_roles(
-    dag: DAG, workers: Sequence[str], placement: Mapping[str, Sequence[int]], hosts: Hosts
+    dag: DAG,
+    workers: Sequence[str],
+    placement: Mapping[str, Sequence[int]],
+    hosts: Hosts,
 ) -> dict[str, tuple[str, ...]]:
     """Return the workers of each role in rank order. PlanError when the placement names an
     unknown role or worker.
@@ -61,7 +64,8 @@ def check_neighbours(dag: DAG, placed: Mapping[str, tuple[str, ...]]) -> None:
                 f"node {node.name!r} uses role {role!r}, which the DAG has "
                 f"not{did_you_mean(role, placed)}"
             )
-        if alone := [worker for worker in placed[node.role] if worker not in placed[role]]:
+        alone = [worker for worker in placed[node.role] if worker not in placed[role]]
+        if alone:
             raise PlanError(
                 f"node {node.name!r} uses role {role!r} on each worker of its own role "
                 f"{node.role!r}, and worker "
@@ -78,21 +82,23 @@ def host_notes(plan: Plan) -> Iterator[str]:
         sizes = groups_of(role.build, len(workers))
         best = arrange(workers, plan.hosts, sizes.values())
         for key, size in sizes.items():
-            if apart := groups_apart(workers, plan.hosts, size):
+            apart = groups_apart(workers, plan.hosts, size)
+            if apart:
                 least = len(groups_apart(best, plan.hosts, size))
-                yield (
-                    f"role {role.name!r}: "
-                    f"{_apart(apart, key, size, len(workers) // size, plan.hosts)}; "
-                    + _advice(key, size, len(apart), least, by_host(workers, plan.hosts).values())
-                )
+                which = _apart(apart, key, size, len(workers) // size, plan.hosts)
+                hosts = by_host(workers, plan.hosts).values()
+                advice = _advice(key, size, len(apart), least, hosts)
+                yield f"role {role.name!r}: {which}; {advice}"
 
 
 def _apart(apart: Sequence[tuple[str, ...]], key: str, size: int, groups: int, hosts: Hosts) -> str:
-    first = ", ".join(
-        f"{', '.join(those)} on {host}" for host, those in by_host(apart[0], hosts).items()
-    )
+    first_group = by_host(apart[0], hosts)
     if groups == 1:
-        return f"its {size} ranks ({key}) are on {len(by_host(apart[0], hosts))} hosts"
+        return f"its {size} ranks ({key}) are on {len(first_group)} hosts"
+    places = []
+    for host, workers in first_group.items():
+        places.append(f"{', '.join(workers)} on {host}")
+    first = ", ".join(places)
     return (
         f"{len(apart)} of its {groups} groups of {size} ranks ({key}) are on several hosts, the "
         f"first with {first}"

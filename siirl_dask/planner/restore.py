@@ -154,7 +154,9 @@ def run_again(dag: DAG, source: Schema, first: str, save_as: str) -> Cut:
     nodes = []
     needed_roles: set[str | None] = set()
     for node in nodes_again:
-        own_table = save_as if node.name == saved.name else None
+        own_table = None
+        if node.name == saved.name:
+            own_table = save_as
         nodes.append(
             replace(_attached(node, STORED, before - again), stage=False, save_as=own_table)
         )
@@ -231,7 +233,10 @@ def nodes_before(dag: DAG, node: Node) -> set[str]:
 
 
 def _check_stored(
-    flow: Mapping[str, NodeColumns], node: Node, saved: Node, skipped: set[str]
+    flow: Mapping[str, NodeColumns],
+    node: Node,
+    saved: Node,
+    skipped: set[str],
 ) -> None:
     """Raise PlanError unless all that a node takes from skipped ones is in the saved table, as
     they made it.

@@ -116,13 +116,17 @@ def builds(
 def preflight_of(build: Callable[..., Any]) -> Preflight | None:
     """Return the check that a role's builder declares, or None."""
     declared: Declared | None = getattr(bare(build), "__builds__", None)
-    return None if declared is None else declared.preflight
+    if declared is None:
+        return None
+    return declared.preflight
 
 
 def provides_of(build: Callable[..., Any]) -> frozenset[str]:
     """Return the capabilities of all roles of this builder."""
     declared: Declared | None = getattr(bare(build), "__builds__", None)
-    return frozenset() if declared is None else declared.provides
+    if declared is None:
+        return frozenset()
+    return declared.provides
 
 
 def groups_of(build: Callable[..., Any], workers: int) -> dict[str, int]:

@@ -72,7 +72,7 @@ def _may_wait(flow: Mapping[str, NodeColumns], placed: Placed, source: str, targ
 def taken_in_flight(flow: Mapping[str, NodeColumns], target: Node) -> bool:
     """Return whether a node that generates loads the weights which ``target`` loads otherwise.
 
-    Workers take such weights when they have arrived, each at a time of its own. In a stream, and in
+    Engines take such weights when they have arrived, each at a time of its own. In a stream, and in
     a broadcast, all of them would wait for the last.
     """
     if not target.lag:

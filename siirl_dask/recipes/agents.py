@@ -163,7 +163,9 @@ def _turns(config: Config, rounds: int) -> list[tuple[str, int]]:
 
 
 def _turn_name(agent: str, number: int) -> str:
-    return agent if number == 1 else f"{agent}_{number}"
+    if number == 1:
+        return agent
+    return f"{agent}_{number}"
 
 
 def _acting(config: Config, rounds: int, message: Function | None) -> Iterator[Node]:
@@ -176,7 +178,9 @@ def _acting(config: Config, rounds: int, message: Function | None) -> Iterator[N
         own = _view(config, agent)
         name = _turn_name(agent, number)
         role = f"rollout_{_engine_of(config, agent)}"
-        own_column = {} if place == 0 else {"column": MESSAGE}
+        own_column = {}
+        if place != 0:
+            own_column = {"column": MESSAGE}
         placement = Rows(str(own.rollout.prompt_placement))
         sampled = own.rollout if number == 1 else replace(own.rollout, n=1)
         yield Node(
@@ -203,7 +207,12 @@ def _acting(config: Config, rounds: int, message: Function | None) -> Iterator[N
                 {"round": number} if number > 1 else {}
             )
             yield Node(
-                f"hand_over_{name}", hand_over, role=role, after=before, options=given, agent=agent
+                f"hand_over_{name}",
+                hand_over,
+                role=role,
+                after=before,
+                options=given,
+                agent=agent,
             )
             before = f"hand_over_{name}"
 
@@ -240,7 +249,9 @@ def _learners(config: Config) -> list[str]:
 
 def _engine_of(config: Config, agent: str) -> str:
     shared = config.agents[agent].share
-    return agent if shared is None else shared
+    if shared is None:
+        return agent
+    return shared
 
 
 def _view(config: Config, agent: str) -> Config:

@@ -26,6 +26,7 @@ from siirl_dask.nodes import (
     play_answers,
     publish_weights,
     reference_logprobs,
+    sample_until_mixed,
     score,
     update_policy,
 )
@@ -183,7 +184,11 @@ def with_reference(dag: DAG, config: Config, function: Function | None = None) -
             )
         return dag
     reference = Node(
-        "reference_logprobs", base_logprobs, role="policy", after="rollout", rows=Rows.BALANCED
+        "reference_logprobs",
+        base_logprobs,
+        role="policy",
+        after="rollout",
+        rows=Rows.BALANCED,
     )
     if function is not None:
         dag = dag.add(replace(reference, fn=function))
@@ -214,7 +219,12 @@ def validation(config: Config, dag: DAG) -> DAG:
     sample = {"rollout": config.rollout, "validation": settings}
     prompts = Node("prompts", encode_prompts, role="rollout", options=prompt_options(config))
     answers = Node(
-        "rollout", generate_answers, role="rollout", after="prompts", rows=placement, options=sample
+        "rollout",
+        generate_answers,
+        role="rollout",
+        after="prompts",
+        rows=placement,
+        options=sample,
     )
     score_of = Node("reward", score, role="reward", after="rollout", save_as="validation")
     measured = Node(
@@ -228,9 +238,42 @@ def validation(config: Config, dag: DAG) -> DAG:
     if not any(bare(node.fn) is play for node in dag.nodes):
         return DAG(dag.roles, (prompts, answers, score_of, measured))
     answers = replace(
-        answers, fn=play_answers, options=sample | play_options(config), save_as="validation"
+        answers,
+        fn=play_answers,
+        options=sample | play_options(config),
+        save_as="validation",
     )
     return DAG(dag.roles, (prompts, answers, replace(measured, role="rollout", after="rollout")))
+
+
+def scored_as_training(validation: DAG, dag: DAG) -> DAG:
+    """Return ``validation`` with the columns that the nodes of ``dag`` pass to the reward function of
+    the same role, where a node that scores names none: a reward would be computed by the defaults
+    of its arguments otherwise.
+    """
+    for node in validation.nodes:
+        if bare(node.fn) is not score or "columns" in node.options:
+            continue
+        passed = _passed_to_reward(dag, node.role)
+        if passed:
+            validation = validation.replace(node.name, options={"columns": passed})
+    return validation
+
+
+def _passed_to_reward(dag: DAG, role: str) -> tuple[str, ...]:
+    """Return the columns that the nodes of ``dag`` pass to the reward function of ``role``."""
+    passed: list[str] = []
+    for node in dag.nodes:
+        function = bare(node.fn)
+        scorer = None
+        if function is score:
+            scorer = node.role
+        if function is sample_until_mixed:
+            scorer = node.options.get("scorer", "reward")
+        if scorer == role:
+            named = node.options.get("columns", ())
+            passed += [name for name in named if name not in passed]
+    return tuple(passed)
 
 
 def measure_options(config: Config) -> dict[str, Any]:

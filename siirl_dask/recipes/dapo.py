@@ -44,7 +44,11 @@ def dapo(
     # one node reads prompts, generates and scores, round after round: each worker draws its own
     # prompts
     dag = dag.replace(
-        "rollout", fn=sample_until_mixed, after=(), rows=Rows.ANYWHERE, options=sample
+        "rollout",
+        fn=sample_until_mixed,
+        after=(),
+        rows=Rows.ANYWHERE,
+        options=sample,
     )
     return dag.replace("reward", fn=penalise_overlong, options=penalty).without("prompts")
 

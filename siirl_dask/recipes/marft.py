@@ -75,7 +75,10 @@ def marft(
             Role(
                 "critic",
                 partial(
-                    build_critic, model=config.model, trainer=config.critic, images=config.images
+                    build_critic,
+                    model=config.model,
+                    trainer=config.critic,
+                    images=config.images,
                 ),
             ),
         ),

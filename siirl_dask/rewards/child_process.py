@@ -32,11 +32,6 @@ _START_TIMEOUT = 120.0  # seconds to import what the child needs
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def describe_exception(error: BaseException) -> str:
-    """Return how an outcome words an exception."""
-    return f"raised {type(error).__name__}: {error}"
-
-
 class Child:
     """The parent's end of one child process. All but ``kill`` belongs to the thread that makes it.
 
@@ -47,7 +42,12 @@ class Child:
     """
 
     def __init__(
-        self, serve: Callable[[int], None], payload: bytes, *, what: str, longest: int
+        self,
+        serve: Callable[[int], None],
+        payload: bytes,
+        *,
+        what: str,
+        longest: int,
     ) -> None:
         self._longest = longest
         ours, theirs = socket.socketpair()
@@ -121,7 +121,7 @@ class Requests:
         self._connection = Connection(file)
 
     def load(self, prepare: Callable[[Any], None] = lambda loaded: None) -> Any:
-        """Return what the parent sent to be loaded; None if it cannot be, which the parent is told.
+        """Return what the parent sent to be loaded; None if it cannot be, and the parent is sent why.
 
         ``prepare`` is called with it before the parent hears that it is loaded.
         """

@@ -12,8 +12,9 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
-from siirl_dask.rewards.child_process import Outcome, describe_exception
+from siirl_dask.rewards.child_process import Outcome
 from siirl_dask.rewards.process_pool import Row, Take
+from siirl_dask.wording import exception_text_with_place
 
 _Job = tuple[Hashable, Callable[[], Row]]
 _PATIENCE = 2.0  # seconds for cancelled calls to end; one that goes on is left alone
@@ -121,8 +122,8 @@ class LoopCalls:
         except asyncio.CancelledError as error:
             if self._stopped:
                 raise
-            return None, f"raised {type(error).__name__}: {error}"
-        except Exception as error:  # whatever a user's function raises is reported with its row
+            return None, exception_text_with_place(error)
+        except (Exception, SystemExit) as error:  # what a user's function raises is its row's
             if limit.expired():
                 return None, f"took more than {self._timeout} s"
-            return None, describe_exception(error)
+            return None, exception_text_with_place(error)

@@ -17,8 +17,9 @@ from typing import Any
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.pickling import dumps
-from siirl_dask.rewards.child_process import Child, Outcome, connect, describe_exception
+from siirl_dask.rewards.child_process import Child, Outcome, connect
 from siirl_dask.rewards.numbers import as_float
+from siirl_dask.wording import exception_text_with_place, value_text
 
 Row = Mapping[str, Any]
 """The arguments of a reward function, by name."""
@@ -34,9 +35,12 @@ def call_reward(function: Callable[..., Any], row: Row) -> Outcome:
     """
     try:
         result = function(**row)
-        return (asyncio.run(result) if inspect.iscoroutine(result) else result), None
-    except Exception as error:  # whatever a user's function raises is reported with its row
-        return None, describe_exception(error)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        return result, None
+    # whatever a user's function raises is reported with its row, and exit() ends no worker
+    except (Exception, SystemExit) as error:
+        return None, exception_text_with_place(error)
 
 
 class Pool:
@@ -155,5 +159,5 @@ def serve(file: int) -> None:
 def _as_json(outcome: Outcome) -> bytes:
     try:
         return json.dumps(outcome, default=as_float).encode()
-    except (TypeError, ValueError, OverflowError):
-        return json.dumps((None, f"gave {outcome[0]!r:.200}: expected a number")).encode()
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return json.dumps((None, f"gave {value_text(outcome[0])}: expected a number")).encode()

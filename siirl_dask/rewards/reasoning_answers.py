@@ -31,7 +31,9 @@ def answer_in(response: str) -> str:
     from reasoning_gym.utils import extract_answer
 
     tagged = extract_answer(response)
-    return response.strip() if tagged is None else str(tagged)
+    if tagged is None:
+        return response.strip()
+    return str(tagged)
 
 
 def entry_text(dataset: str, options: Mapping[str, Any], entry: Mapping[str, Any]) -> str:

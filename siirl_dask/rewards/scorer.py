@@ -4,24 +4,23 @@ row.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import Parameter
 from numbers import Real
 from typing import Any
 
 from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Device, HoldsNoGroups, Rank
 from siirl_dask.errors import ConfigError
-from siirl_dask.planner import RoleCost, bare, builds, options_of
+from siirl_dask.planner import RoleCost, builds
 from siirl_dask.rewards.child_process import Outcome
 from siirl_dask.rewards.event_loop import LoopCalls
+from siirl_dask.rewards.function_checks import is_async, needed_columns
 from siirl_dask.rewards.numbers import number_of
 from siirl_dask.rewards.process_pool import Pool, PoolCalls, Row, call_reward
-from siirl_dask.rewards.text_answers import reads_prompt_text
-from siirl_dask.rewards.trl_functions import check_trl_functions, from_trl
+from siirl_dask.rewards.signatures import reads_prompt_text
+from siirl_dask.wording import function_label, value_text
 
 RewardFn = Callable[..., Any]
 """``(prompt, response, answer, **extra) -> float | dict[str, float]``, sync or async; ``extra``
@@ -29,7 +28,6 @@ holds the columns that the node adds. The key ``reward`` of a dict trains; its o
 logged and saved beside it.
 """
 REWARD_KEY = "reward"
-_ALWAYS_PASSED = ("prompt", "response", "answer")
 _LARGEST = 3.4028234663852886e38  # the largest float32
 _METRIC_NAMES = {"mean", "std", "failures", "greedy", "overlong_penalty"}
 
@@ -53,7 +51,8 @@ class Scorer(HoldsNoGroups):
     """Scores rows with one function: in this thread, on an event loop when it is async, or in a
     pool of processes.
 
-    ``device`` hears of each row that has its outcome, and is bound to the thread of the event loop.
+    ``device.progress`` is called for each row that has its outcome, and ``device.bind`` in the
+    thread of the event loop.
     """
 
     def __init__(self, reward: RewardFn, config: RewardsConfig, device: Device) -> None:
@@ -61,13 +60,11 @@ class Scorer(HoldsNoGroups):
         self._progress = device.progress
         self._bind = device.bind
         self._config = config
-        self._is_async = _is_async(reward)
-        if config.timeout is not None and not config.processes and not self._is_async:
-            raise ConfigError(
-                f"rewards.timeout={config.timeout:g} needs rewards.processes of at least 1: "
-                "a function in the worker itself cannot be stopped"
-            )
-        self._pool = Pool(reward, config.processes) if config.processes else None
+        self._is_async = is_async(reward)
+        _check_timeout(reward, config)
+        self._pool = None
+        if config.processes:
+            self._pool = Pool(reward, config.processes)
 
     @property
     def reads_prompt_text(self) -> bool:
@@ -77,8 +74,7 @@ class Scorer(HoldsNoGroups):
     @property
     def name(self) -> str:
         """The function's name, for messages."""
-        function = bare(self._reward)
-        return getattr(function, "__qualname__", repr(function))
+        return function_label(self._reward)
 
     @property
     def max_failures(self) -> int:
@@ -97,11 +93,11 @@ class Scorer(HoldsNoGroups):
                 scoring.add(index, partial(_itself, row))
             scores = scoring.finish()
         else:
-            tally = _ScoreCollector(self.max_failures, self._progress)
+            collector = _ScoreCollector(self.max_failures, self._progress)
             for index, row in enumerate(rows):
-                if not tally.take(index, call_reward(self._reward, row)):
+                if not collector.take(index, call_reward(self._reward, row)):
                     break
-            scores = tally.scores
+            scores = collector.scores
         return [scores.get(index, Score()) for index in range(len(rows))]
 
     @property
@@ -118,12 +114,13 @@ class Scorer(HoldsNoGroups):
         ``works_beside``.
         """
         assert self.works_beside
-        tally = _ScoreCollector(self.max_failures, self._progress)
+        collector = _ScoreCollector(self.max_failures, self._progress)
         timeout = self._config.timeout
         if self._pool is not None:
-            return Scoring(tally, PoolCalls(self._pool, timeout, tally.take))
-        calls = LoopCalls(self._reward, timeout, self._config.concurrency, tally.take, self._bind)
-        return Scoring(tally, calls)
+            return Scoring(collector, PoolCalls(self._pool, timeout, collector.take))
+        concurrency = self._config.concurrency
+        calls = LoopCalls(self._reward, timeout, concurrency, collector.take, self._bind)
+        return Scoring(collector, calls)
 
     def close(self) -> None:
         """End the processes of the pool."""
@@ -139,7 +136,7 @@ def _itself(row: Row) -> Row:
 class Scoring:
     """Scores rows as they come, beside the thread that brings them."""
 
-    _tally: _ScoreCollector
+    _collector: _ScoreCollector
     _calls: PoolCalls | LoopCalls
 
     def add(self, key: Hashable, row: Callable[[], Row]) -> None:
@@ -151,14 +148,14 @@ class Scoring:
     @property
     def done(self) -> int:
         """Number of rows that have their score."""
-        return len(self._tally.scores)
+        return len(self._collector.scores)
 
     def finish(self) -> dict[Hashable, Score]:
         """Wait, and return the score of each row by its key; after too many failures some have
         none.
         """
         self._calls.finish()
-        return self._tally.scores
+        return self._collector.scores
 
     def cancel(self) -> None:
         """Score no other row, and end the calls that are under way."""
@@ -189,19 +186,37 @@ def score_of(outcome: Outcome) -> Score:
     result, failure = outcome
     if failure is not None:
         return Score(failure=failure)
-    given = result if isinstance(result, Mapping) else {}
+    given: Mapping[str, Any] = {}
+    if isinstance(result, Mapping):
+        given = result
+    if not all(_can_be_a_name(name) for name in given):
+        return Score(failure=f"gave {value_text(result)}: expected texts as names of its numbers")
     parts = {name: number_of(value) for name, value in given.items()}
-    reward = parts.get(REWARD_KEY) if isinstance(result, Mapping) else number_of(result)
+    reward = parts.get(REWARD_KEY)
+    if not isinstance(result, Mapping):
+        reward = number_of(result)
     numbers = {**parts, REWARD_KEY: reward}
-    if bad := {str(name): value for name, value in numbers.items() if not _is_number(value)}:
-        return Score(
-            failure=f"gave {result!r}: expected a finite number{'' if not parts else f' for {[*bad]}'}"
-        )
-    if taken := sorted(_METRIC_NAMES & parts.keys()):
+    bad = [str(name) for name, value in numbers.items() if not _is_number(value)]
+    if bad:
+        which = ""
+        if parts:
+            which = f" for {bad}"
+        return Score(failure=f"gave {value_text(result)}: expected a finite number{which}")
+    taken = sorted(_METRIC_NAMES & parts.keys())
+    if taken:
         return Score(
             failure=f"gave parts named {taken}, which are names of metrics already: rename them"
         )
     return Score(float(reward), {str(name): float(value) for name, value in parts.items()})  # type: ignore[arg-type]
+
+
+def _can_be_a_name(name: object) -> bool:
+    """Return whether a number of a dict can be logged and stored under its name."""
+    try:
+        str(name).encode()
+    except Exception:  # half of a surrogate pair, or an object's own __str__
+        return False
+    return True
 
 
 def _is_number(value: object) -> bool:
@@ -212,43 +227,20 @@ def _is_number(value: object) -> bool:
 
 
 def check_scorer(options: Mapping[str, Any], workers: Sequence[str], config: object) -> RoleCost:
-    """The preflight of ``build_scorer``: a reward function takes no memory that is known, and the
-    columns that it has no default for. ConfigError for one that is not called as a reward is.
+    """Return what ``build_scorer`` needs: no memory that is known, and the columns for which the
+    reward function has no default. ConfigError for a function that is not called as a reward is.
     """
-    return RoleCost(memory=0, columns=_needed_columns(options["reward"]))
+    columns = needed_columns(options["reward"])
+    _check_timeout(options["reward"], options["rewards"])
+    return RoleCost(memory=0, columns=columns)
 
 
-def _needed_columns(reward: RewardFn) -> frozenset[str]:
-    """Return the columns that a reward needs besides those that each gets."""
-    function = bare(reward)
-    if function is from_trl:
-        return check_trl_functions(options_of(reward))
-    try:
-        parameters = inspect.signature(reward).parameters
-    except (TypeError, ValueError):  # a callable that does not say what it takes
-        return frozenset()
-    name = getattr(function, "__qualname__", repr(function))
-    if {"prompts", "completions"} <= parameters.keys():
+def _check_timeout(reward: RewardFn, config: RewardsConfig) -> None:
+    if config.timeout is not None and not config.processes and not is_async(reward):
         raise ConfigError(
-            f"rewards.function: {name}(prompts, completions, ...) is a reward of TRL's, and a "
-            "reward is called as reward(prompt=, response=, answer=, **columns) here: give "
-            "rewards.function=siirl_dask.rewards:from_trl with "
-            "rewards.options={functions: [module:function]}, and it is called as TRL does"
+            f"rewards.timeout={config.timeout:g} needs rewards.processes of at least 1: "
+            "a function in the worker itself cannot be stopped"
         )
-    kinds = {one.kind for one in parameters.values()}
-    by_name = {
-        key: one
-        for key, one in parameters.items()
-        if one.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    }
-    lacking = [one for one in _ALWAYS_PASSED if one not in by_name]
-    if lacking and Parameter.VAR_KEYWORD not in kinds:
-        raise ConfigError(
-            f"rewards.function: {name} does not take {', '.join(lacking)}: it is called as "
-            "reward(prompt=, response=, answer=, **columns)"
-        )
-    required = {key for key, one in by_name.items() if one.default is Parameter.empty}
-    return frozenset(required - {*_ALWAYS_PASSED, "prompt_text"})
 
 
 def works_beside(options: Mapping[str, Any]) -> bool:
@@ -257,28 +249,16 @@ def works_beside(options: Mapping[str, Any]) -> bool:
     """
     if options["rewards"].processes:
         return True
-    return _is_async(options["reward"])
-
-
-def _is_async(reward: RewardFn) -> bool:
-    """Return whether a call gives a coroutine: of an async function, or an object that is called so,
-    below decorators that say what they wrap; or of ``from_trl`` with such a function.
-    """
-    function = inspect.unwrap(bare(reward))
-    if function is from_trl:
-        functions = options_of(reward).get("functions")
-        if not isinstance(functions, list | tuple):
-            return False
-        return any(_is_async(each) for each in functions)
-    if inspect.iscoroutinefunction(function):
-        return True
-    call = getattr(function, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(call)
+    return is_async(options["reward"])
 
 
 @builds(preflight=check_scorer, provides=["scorer"], beside=works_beside)
 def build_scorer(
-    device: Device, rank: Rank, *, rewards: RewardsConfig, reward: Callable[..., Any]
+    device: Device,
+    rank: Rank,
+    *,
+    rewards: RewardsConfig,
+    reward: Callable[..., Any],
 ) -> Scorer:
     """Return the scorer of a role. ConfigError when ``rewards`` asks for what the function
     cannot do.

@@ -1,16 +1,12 @@
-"""Rewards for text: the answer itself, a letter, a format, a length; and a weighted sum of
-several rewards.
-"""
+"""Rewards for text: the answer itself, a letter, a format, a length."""
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Mapping
-from decimal import Decimal, InvalidOperation
-from typing import Any
+from decimal import Decimal
 
 from siirl_dask.rewards.math_answers import last_boxed, text_of
+from siirl_dask.rewards.written_numbers import decimal_of
 
 THINK_THEN_ANSWER = (
     r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
@@ -37,16 +33,9 @@ def exact_match(prompt: object, response: str, answer: object, **extra: object) 
         case bool():
             return float(said.lower() == str(answer).lower())
         case float() | Decimal():
-            return float(_is_number(said, Decimal(str(answer))))
+            return float(decimal_of(said) == Decimal(text_of(answer)))
         case _:
             return float(said == text_of(answer).strip())
-
-
-def _is_number(text: str, number: Decimal) -> bool:
-    try:
-        return Decimal(text) == number
-    except InvalidOperation:
-        return False
 
 
 def multiple_choice(
@@ -82,9 +71,15 @@ def matches_format(
     response's own beginning. ``prompt_text`` is the prompt as the model saw it; None: ``prompt``,
     where that is a text.
     """
-    before = prompt if prompt_text is None else prompt_text
-    opened = _OPENED.search(before) if isinstance(before, str) else None
-    whole = response if opened is None else opened[0] + response
+    before = prompt
+    if prompt_text is not None:
+        before = prompt_text
+    opened = None
+    if isinstance(before, str):
+        opened = _OPENED.search(before)
+    whole = response
+    if opened is not None:
+        whole = opened[0] + response
     return float(re.fullmatch(pattern, whole, re.DOTALL) is not None)
 
 
@@ -101,64 +96,21 @@ def brevity(
     return -min(1.0, max(0, len(response) - free) / (limit - free))
 
 
-def weighted_sum(
-    prompt: object,
-    response: str,
-    answer: object,
-    *,
-    rewards: Mapping[str, Callable[..., Any]],
-    weights: Mapping[str, float],
-    prompt_text: str | None = None,
-    **extra: object,
-) -> dict[str, float]:
-    """Return several rewards by name, and as ``reward`` the sum of each times its weight.
-
-    Those that have an argument ``prompt_text`` get it, and all get ``extra``.
-
-    The ``reward`` of a function that returns a dict counts in the sum; its other entries are named
-    ``NAME/PART``. ValueError when rewards and weights have different names, or a reward is called
-    ``reward``.
-    """
-    if rewards.keys() != weights.keys() or "reward" in rewards:
-        raise ValueError(
-            f"rewards {[*rewards]}, weights {[*weights]}: expected the same names, none of them "
-            "'reward'"
-        )
-    parts: dict[str, float] = {}
-    for name, reward in rewards.items():
-        seen = (
-            {"prompt_text": prompt_text}
-            if prompt_text is not None and reads_prompt_text(reward)
-            else {}
-        )
-        result = reward(prompt=prompt, response=response, answer=answer, **seen, **extra)
-        if not isinstance(result, Mapping):
-            parts[name] = result
-            continue
-        parts[name] = result["reward"]
-        parts |= {f"{name}/{part}": value for part, value in result.items() if part != "reward"}
-    return {"reward": sum(weight * parts[name] for name, weight in weights.items()), **parts}
-
-
-def reads_prompt_text(reward: Callable[..., Any]) -> bool:
-    """Return whether a reward function names an argument ``prompt_text``, the prompt as the
-    model saw it.
-    """
-    try:
-        return "prompt_text" in inspect.signature(reward).parameters
-    except (TypeError, ValueError):  # a callable that does not say what it takes
-        return False
-
-
 def _chosen_letter(response: str, letters: str) -> str | None:
     boxed = last_boxed(response)
     if boxed is not None:
         inner = _TEXT_COMMAND.fullmatch(boxed.strip())
         return _letter_alone(inner[1] if inner else boxed)
-    stated = [letter for letter in _STATED_LETTER.findall(response) if letter in letters]
-    return stated[-1] if stated else _letter_alone(response.rstrip().rpartition("\n")[2])
+    found: list[str] = _STATED_LETTER.findall(response)
+    stated = [letter for letter in found if letter in letters]
+    if stated:
+        return stated[-1]
+    return _letter_alone(response.rstrip().rpartition("\n")[2])
 
 
 def _letter_alone(text: str) -> str | None:
     match = _LETTER_ALONE.fullmatch(text.strip())
-    return match[1].upper() if match else None
+    if match is None:
+        return None
+    letter: str = match[1]
+    return letter.upper()

@@ -7,15 +7,14 @@ rewards:
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from inspect import Parameter
 from typing import Any
 
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, counted
+from siirl_dask.rewards.several_rewards import all_of, check_weights
+from siirl_dask.rewards.signatures import signature_of
+from siirl_dask.wording import function_with_place, value_text
 
 TrlRewardFn = Callable[..., Any]
 """``(prompts, completions, **columns) -> list[float | None]``, sync or async, as TRL calls it:
@@ -24,31 +23,6 @@ _ABSENT = ("trainer_state", "log_extra", "log_metric", "environments")
 """Arguments that belong to TRL's own trainer."""
 _ROWS_OWN = {"completion_ids": "response_ids"}
 """Arguments of TRL that are a column of another name here."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrlSignature:
-    """Arguments that one of TRL's reward functions takes."""
-
-    names: frozenset[str]
-    required: frozenset[str]
-    takes_any: bool
-
-
-@cache
-def trl_signature(function: TrlRewardFn) -> TrlSignature:
-    """Return the arguments that a function takes; any, where it does not say."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a callable that does not say what it takes
-        return TrlSignature(frozenset(), frozenset(), takes_any=True)
-    named = [one for one in parameters if one.kind is not Parameter.VAR_KEYWORD]
-    named = [one for one in named if one.kind is not Parameter.VAR_POSITIONAL]
-    return TrlSignature(
-        names=frozenset(one.name for one in named),
-        required=frozenset(one.name for one in named if one.default is Parameter.empty),
-        takes_any=any(one.kind is Parameter.VAR_KEYWORD for one in parameters),
-    )
 
 
 def from_trl(
@@ -92,23 +66,13 @@ def from_trl(
 
 
 def _call(function: TrlRewardFn, arguments: Mapping[str, Any]) -> Any:
-    signature = trl_signature(function)
-    taken = {
-        name: value
-        for name, value in arguments.items()
-        if signature.takes_any or name in signature.names
-    }
-    return function(**taken)
+    return function(**signature_of(function).taken(arguments))
 
 
 async def _awaited(
     functions: Sequence[TrlRewardFn], weights: Sequence[float] | None, results: Sequence[Any]
 ) -> dict[str, float]:
-    async def value_of(result: Any) -> Any:
-        return await result if inspect.isawaitable(result) else result
-
-    values = await asyncio.gather(*(value_of(result) for result in results))
-    return _total(functions, weights, values)
+    return _total(functions, weights, await all_of(results))
 
 
 def _total(
@@ -118,11 +82,13 @@ def _total(
     parts: dict[str, float] = {}
     names = function_names(functions)
     for place, (name, result) in enumerate(zip(names, results, strict=True)):
+        if isinstance(result, str | Mapping) or not hasattr(result, "__iter__"):
+            raise TypeError(f"{name} gave {value_text(result)}: expected a list of one number")
         values = list(result)
         if len(values) != 1:
             raise ValueError(f"{name} gave {len(values)} rewards for 1 row")
         if values[0] is not None:
-            parts[name] = float(values[0])
+            parts[name] = _number(name, values[0])
             total += parts[name] * (1.0 if weights is None else weights[place])
     if not parts:
         raise ValueError(
@@ -130,6 +96,16 @@ def _total(
             "rewards.max_failures=N does so for up to N rows of a step"
         )
     return {"reward": total, **parts}
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a reward as TRL takes it, which makes a tensor of all: an array of one is a number."""
+    try:
+        if not isinstance(value, str):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise TypeError(f"{name} gave {value_text(value)}: expected a number")
 
 
 def function_names(functions: Sequence[TrlRewardFn]) -> list[str]:
@@ -148,24 +124,28 @@ def check_trl_functions(options: Mapping[str, Any]) -> frozenset[str]:
     answer. ConfigError for what cannot be called as TRL calls it.
     """
     functions = options.get("functions")
-    if not functions or isinstance(functions, str):
+    if not isinstance(functions, list | tuple) or not functions:
         raise ConfigError(
-            "siirl_dask.rewards:from_trl: its option functions is missing: "
+            "siirl_dask.rewards:from_trl: its option functions is missing, or no list: "
             "rewards.options={functions: ['my_rewards.py:f'], weights: [1.0]}"
         )
     weights = options.get("weights")
-    if weights is not None and len(weights) != len(functions):
-        raise ConfigError(
-            f"siirl_dask.rewards:from_trl: {len(weights)} weights for {len(functions)} functions"
-        )
+    if weights is not None:
+        if not isinstance(weights, list | tuple) or len(weights) != len(functions):
+            raise ConfigError(
+                f"siirl_dask.rewards:from_trl: weights={weights!r:.100} for "
+                f"{counted(len(functions), 'function')}: expected a list with one for each"
+            )
+        check_weights("from_trl", weights)
     needed: set[str] = set()
-    for name, function in zip(function_names(functions), functions, strict=True):
+    for function in functions:
         if not callable(function):
             raise ConfigError(
                 f"siirl_dask.rewards:from_trl: {function!r} is no function: expected "
                 "module:function or file.py:function"
             )
-        signature = trl_signature(function)
+        name = function_with_place(function)
+        signature = signature_of(function)
         lacking = {"prompts", "completions"} - signature.names
         if lacking and not signature.takes_any:
             raise ConfigError(

@@ -43,13 +43,19 @@ class MergesAdapters(ABC):
         """Replace every parameter."""
 
     def fit_adapters(
-        self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        scaling: float,
+        version: int,
     ) -> Adapters:
         """Return a copy of adapters. ValueError for those that do not fit."""
         return self._base.fit(tensors, scaling, version)
 
     def load_adapters(
-        self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        scaling: float,
+        version: int,
     ) -> None:
         """Merge adapters into the folder's weights, and load these; errors as ``load_weights``."""
         self.use_adapters(self.fit_adapters(tensors, scaling, version))

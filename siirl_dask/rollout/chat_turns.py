@@ -10,12 +10,13 @@ messages add to the ids that are there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout.message_forms import MessageForms
+
+if TYPE_CHECKING:  # scripts import this with run, before broken packages are hidden
+    from transformers import PreTrainedTokenizerBase
 
 _SENTINELS = ("siirlsentinelturn", "anothersentinelturn")
 _PROBE = "siirlprobemessage"
@@ -54,7 +55,11 @@ class ChatTurns:
         self._check()
 
     def after_turn(
-        self, before: Messages, new: Messages, tools: Sequence[Mapping[str, Any]], last: int
+        self,
+        before: Messages,
+        new: Messages,
+        tools: Sequence[Mapping[str, Any]],
+        last: int,
     ) -> list[int]:
         """Return the ids between a sampled turn and the policy's next one, in which the ``new``
         messages stand.
@@ -74,7 +79,11 @@ class ChatTurns:
         return ids
 
     def _rendered(
-        self, before: Messages, turn: str, new: Messages, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        before: Messages,
+        turn: str,
+        new: Messages,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Return what the template writes after an assistant's ``turn``, up to where it answers
         the new messages.

@@ -335,7 +335,8 @@ class LoadsInFlight(Protocol):
 
         Rows under way go on with the new weights, under which their keys and values are computed
         again: the other tokens and log-probs are those of a request that has the tokens so far as
-        ``begun``. Every Generation has its ``versions``.
+        ``begun``. Every Generation has its ``versions``. The ranks of one engine load between the
+        same two steps.
         """
         ...
 

@@ -127,7 +127,10 @@ class PromptImageReader:
         self._known.clear()
 
     def _read(
-        self, request: GenerationRequest, places: Sequence[range], features: Sequence[ImageFeatures]
+        self,
+        request: GenerationRequest,
+        places: Sequence[range],
+        features: Sequence[ImageFeatures],
     ) -> PromptImages:
         grids = [self._processor.grid(image) for image in request.images]
         return PromptImages(places, features, positions(self._model, request.prompt, places, grids))
@@ -152,7 +155,10 @@ class PromptImageReader:
 
 
 def inputs_with_images(
-    model: Any, tokens: Tensor, positions: Tensor, images: Sequence[PromptImages | None]
+    model: Any,
+    tokens: Tensor,
+    positions: Tensor,
+    images: Sequence[PromptImages | None],
 ) -> dict[str, Any]:
     """Return the arguments of a decoder's first pass over prompts, some of them with images.
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from siirl_dask.config import Dtype, LoraConfig, RolloutConfig
+from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import Architecture
 from siirl_dask.models.shapes import ModelSize
 
@@ -56,6 +58,16 @@ class EngineOnWorkers:
 
 Change = tuple[str, EngineOnWorkers]
 """A setting as it is written on a command line, ``rollout.max_rows=64``, and the engine with it."""
+
+
+def changed_rollout(rollout: RolloutConfig, **options: Any) -> RolloutConfig | None:
+    """Return the configuration with other options; None where it refuses them, as it does options
+    of vLLM with an engine of the user's that has vLLM's memory.
+    """
+    try:
+        return replace(rollout, **options)
+    except ConfigError:
+        return None
 
 
 def rows_of_all_ranks(rollout: RolloutConfig) -> int:

@@ -12,11 +12,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from siirl_dask.errors import DataError
+
+if TYPE_CHECKING:  # scripts import this with run, before broken packages are hidden
+    from transformers import PreTrainedTokenizerBase
 
 Chat = list[dict[str, Any]]
 _PROBE = "siirlprobeword"
@@ -46,7 +47,9 @@ def arguments_of(text: str) -> Any:
         arguments = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return arguments if is_shallow(arguments) else text
+    if is_shallow(arguments):
+        return arguments
+    return text
 
 
 def is_shallow(value: Any) -> bool:
@@ -68,7 +71,10 @@ class MessageForms:
     """The forms of contents and of tool calls that one chat template reads."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, path: str, template: Mapping[str, Any]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        path: str,
+        template: Mapping[str, Any],
     ) -> None:
         """``template`` holds keyword arguments of the chat template; ``path`` is the model's, for
         errors.

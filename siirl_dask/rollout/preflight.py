@@ -17,7 +17,7 @@ from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters
 from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.rollout.memory import EngineOnWorkers
-from siirl_dask.rollout.specs import EngineRole, EngineSpec, check_passed_over, engine_spec
+from siirl_dask.rollout.specs import ENGINES, EngineRole, EngineSpec, check_passed_over, engine_spec
 
 _LISTED_ENGINES = 4  # the rest is only counted
 
@@ -44,6 +44,10 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     _check_images(role.images, config.images, model.path)
     if rollout.router_replay:
         read_routing(model.path)
+    if spec.name in ENGINES:  # another one may have loaders of its own
+        from siirl_dask.models.weight_files import check_weights  # torch, which takes seconds
+
+        check_weights(model.path)
     check_longest_row(model, role.longest)
     check_passed_over(rollout)
     engine_notes = spec.check(role)
@@ -58,10 +62,10 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
         memory = 0
         device = Footprint()
     elif parameters is not None:
-        weights = -(-model.dtype.itemsize * parameters.total // rollout.tensor_parallel_size)
-        memory = weights + spec.memory.host_cache(rollout)
+        weights = model.dtype.itemsize * parameters.total
+        memory = -(-weights // rollout.tensor_parallel_size) + spec.memory.host_cache(rollout)
         if rollout.process:
-            memory += weights  # for a process that is started again
+            memory += weights  # all of them, on each worker, for a process that is started again
         device = _on_device(spec, role, parameters, len(workers))
     notes = (*_notes(rollout, workers), *engine_notes)
     cost = RoleCost(memory=memory, device=device, notes=notes, reads=(model.path,))
@@ -134,7 +138,10 @@ def _check_in_flight(spec: EngineSpec, role: EngineRole, base: Sequence[str]) ->
 
 
 def _on_device(
-    spec: EngineSpec, role: EngineRole, size: ModelSize, workers: int
+    spec: EngineSpec,
+    role: EngineRole,
+    size: ModelSize,
+    workers: int,
 ) -> Footprint | None:
     """Return the memory on an accelerator; None for an architecture that is not known."""
     architecture = read_architecture(role.model.path)
@@ -150,6 +157,8 @@ def _on_device(
         memory=parse_bytes("cluster.device_memory", memory) if memory else 0,
         lora=role.lora,
     )
+    if not spec.abilities.tensor_parallel:
+        workers = 1  # more ranks are no remedy
     return spec.memory.on_accelerator(engine, workers)
 
 
@@ -191,14 +200,17 @@ def _notes(rollout: RolloutConfig, workers: Sequence[str]) -> tuple[str, ...]:
     has its own.
     """
     size = rollout.tensor_parallel_size
+    notes: tuple[str, ...] = ()
     if rollout.process:
-        own = "its engine is in a process beside each worker, which keeps the weights once more"
-        return (own,)
+        notes = (
+            "its engine is in a process beside each worker, which keeps the weights once more",
+        )
     if size == 1:
-        return ()
+        return notes
     engines = [" and ".join(workers[at : at + size]) for at in range(0, len(workers), size)]
     more = "; .." if len(engines) > _LISTED_ENGINES else ""
     return (
-        f"{len(engines)} engines, {size} workers each: "
+        *notes,
+        f"{counted(len(engines), 'engine')}, {size} workers each: "
         f"{'; '.join(engines[:_LISTED_ENGINES])}{more}",
     )

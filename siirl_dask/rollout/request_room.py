@@ -7,7 +7,10 @@ from siirl_dask.rollout.engine import GenerationRequest, check_prompts
 
 
 def check_room(
-    request: GenerationRequest, context_length: int | None, library: str, cure: str
+    request: GenerationRequest,
+    context_length: int | None,
+    library: str,
+    cure: str,
 ) -> None:
     """Raise ConfigError for a request whose prompt and response may be longer than
     ``context_length`` tokens, and ValueError for one without a prompt. None: any length.

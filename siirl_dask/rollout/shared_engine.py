@@ -60,8 +60,8 @@ class SharedEngine:
             self._in_use = self.of(agent)
 
     def sleep(self, *, weights_follow: bool) -> None:
-        """Put the engine to sleep. What it computes with is put there anew where it may forget
-        its weights.
+        """Put the engine to sleep. With ``weights_follow`` it may forget its weights, and ``use``
+        gives it the adapters again.
         """
         if isinstance(self.engine, Sleeps):
             self.engine.sleep(weights_follow=weights_follow)
@@ -110,7 +110,10 @@ class AgentEngine:
         self.shared.engine.serve(queue)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
     ) -> list[Generation]:
         """Return one response per prompt, in order."""
         return serve_all(self, prompts, seeds, sampling)
@@ -123,7 +126,10 @@ class AgentEngine:
         )
 
     def load_adapters(
-        self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        scaling: float,
+        version: int,
     ) -> None:
         """Generate the agent's rows with these adapters from now on. ValueError for those that
         do not fit.

@@ -157,7 +157,8 @@ class Abilities:
     ``LoadsInFlight``."""
     process: bool = False
     """Whether it can be built in a process of its own (``rollout.process``): the module of its spec
-    can be imported there by name, and it has nothing but its inputs."""
+    can be imported there by name, and it has nothing but its inputs. Where several workers form an
+    engine, the rank in its inputs is that in the engine, with groups of these ranks alone."""
 
 
 def _given_cache(rollout: RolloutConfig) -> int:
@@ -186,12 +187,12 @@ class EngineMemory:
     """Returns the memory on an accelerator, without remedies; None where it is not known."""
     changes: Callable[[EngineOnWorkers, int], Sequence[Change]] = _no_changes
     """``(engine, workers)`` gives settings that need less memory, the mildest first, each with the
-    engine as it is with this one and all before it. ``workers`` is the number of the role's
-    workers."""
+    engine as it is with this one and all before it, and none that the configuration refuses.
+    ``workers`` is the number of the role's workers that can form one engine."""
 
     def on_accelerator(self, engine: EngineOnWorkers, workers: int = 1) -> Footprint | None:
-        """Return the memory on an accelerator with its remedies, for a role of so many workers;
-        None: not known.
+        """Return the memory on an accelerator with its remedies, for a role of so many workers
+        that can form one engine; None: not known.
         """
         own = self.footprint(engine)
         if own is None:
@@ -225,7 +226,12 @@ class AdapterLayers(Protocol):
     """
 
     def __call__(
-        self, dtype: Dtype, rollout: RolloutConfig, lora: LoraConfig, *, on_cpu: bool
+        self,
+        dtype: Dtype,
+        rollout: RolloutConfig,
+        lora: LoraConfig,
+        *,
+        on_cpu: bool,
     ) -> bool: ...
 
 

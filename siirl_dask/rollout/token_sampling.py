@@ -71,7 +71,10 @@ class TokenSampler:
         self._filters = sampling.filters
 
     def __call__(
-        self, logits: Tensor, seeds: NDArray[np.uint64], positions: int | NDArray[np.uint64]
+        self,
+        logits: Tensor,
+        seeds: NDArray[np.uint64],
+        positions: int | NDArray[np.uint64],
     ) -> tuple[Tensor, Tensor]:
         """Return tokens and their log-probs under softmax(logits / temperature). [B, V], [B], [B]
         -> [B], [B].
@@ -114,16 +117,16 @@ class TokenSampler:
         """Leave no mass to tokens below the top_k, then below the top_p of what is left, then
         below min_p.
         """
-        way = self._sampling
+        sampling = self._sampling
         likeliest = None
-        if 0 < way.top_k < logits.shape[1]:
-            likeliest = logits.topk(way.top_k, dim=1).values
+        if 0 < sampling.top_k < logits.shape[1]:
+            likeliest = logits.topk(sampling.top_k, dim=1).values
             masses.drop(logits < likeliest[:, -1:])
             total = masses.cumulative()[:, -1:] / _UNITS
-        if way.top_p < 1:
-            masses.drop(logits < _nucleus(logits, likeliest, total * way.top_p))
-        if way.min_p > 0:
-            masses.drop(masses.of_tokens < way.min_p)
+        if sampling.top_p < 1:
+            masses.drop(logits < _nucleus(logits, likeliest, total * sampling.top_p))
+        if sampling.min_p > 0:
+            masses.drop(masses.of_tokens < sampling.min_p)
 
 
 class _Masses:

@@ -14,12 +14,15 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
+from siirl_dask.models.architecture import read_config
 from siirl_dask.models.loading import refused_by_name
 from siirl_dask.rollout.chat_turns import ChatTurns
 from siirl_dask.rollout.message_forms import MessageForms
 from siirl_dask.schema import ENDS_WITH_ANSWER
 
 _TURN = "siirlturn"
+_OF_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model")
+"""Names of files that hold a vocabulary, beside those that a tokenizer's class has."""
 _OF_BATCHES = ("truncation", "padding")  # settings of single calls, which a tokenizer remembers
 
 
@@ -36,16 +39,19 @@ class HuggingFaceTokenizer:
         template: Mapping[str, Any] | None = None,
         add_special_tokens: Literal["auto", True, False] = "auto",
         generation: GenerationConfig | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         """``template`` and ``add_special_tokens`` are those of ModelConfig. ConfigError for an
-        argument that the chat template does not read. ``generation`` has the model's end tokens.
+        argument that the chat template does not read. ``generation`` has the model's end tokens,
+        ``vocabulary`` is the number of tokens of its embedding; None where it is not known.
         """
         self._tokenizer = tokenizer
         self._path = path
         self._template = dict(template or {})
         self._add_special_tokens = add_special_tokens
         self._generation = generation
-        self.end_tokens = end_tokens(generation, tokenizer.eos_token_id)
+        self._vocabulary = vocabulary
+        self.end_tokens = end_tokens(generation, tokenizer.eos_token_id, path)
         """Tokens that end a response: the generation config's and the tokenizer's."""
         self._left_out: frozenset[int] | None = None
         self._turns: ChatTurns | None = None
@@ -62,6 +68,7 @@ class HuggingFaceTokenizer:
             template=model.template,
             add_special_tokens=model.add_special_tokens,
             generation=self._generation,
+            vocabulary=self._vocabulary,
         )
 
     @property
@@ -137,7 +144,9 @@ class HuggingFaceTokenizer:
             shown.append(f"{self.decode(after, skip_special=False)} after")
         if not shown:
             return ""
-        verb = "do not get" if self._add_special_tokens is False else "get"
+        verb = "get"
+        if self._add_special_tokens is False:
+            verb = "do not get"
         own = "the tokenizer's own special tokens"
         return (
             f"model.add_special_tokens={str(self._add_special_tokens).lower()}: prompts that are "
@@ -174,8 +183,8 @@ class HuggingFaceTokenizer:
         ``tools`` are JSON schemas for the chat template. A field that is null is as one that is not
         there: Arrow gives each message every field that any message of the table has. With
         ``continue_answer`` a last message of the assistant's is left open, for the model to go on
-        with; without it such a message is a DataError. ConfigError for messages where the model has
-        no template.
+        with; without it such a message is a DataError, as is a token that the model's embedding has
+        not. ConfigError for messages where the model has no template.
         """
         if isinstance(prompt, str):
             return self._encode_texts([prompt])[0]
@@ -185,7 +194,9 @@ class HuggingFaceTokenizer:
         """Return the token ids of a string that goes on with an earlier one: no special tokens
         are put around it.
         """
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        self._check_embedded(ids)
+        return ids
 
     def after_turn(
         self,
@@ -234,7 +245,21 @@ class HuggingFaceTokenizer:
                     and encoded[place][:2] == [self._tokenizer.bos_token_id] * 2
                 ):
                     del encoded[place][0]
+        for ids in encoded:
+            self._check_embedded(ids)
         return encoded
+
+    def _check_embedded(self, ids: Sequence[int]) -> None:
+        """Raise DataError for a token that was added to the tokenizer, and not to the model."""
+        if self._vocabulary is None or not ids or max(ids) < self._vocabulary:
+            return
+        token = self._tokenizer.convert_ids_to_tokens(max(ids))
+        raise DataError(
+            f"the tokenizer of {self._path!r} makes token {max(ids)} of {token!r}, and the model's "
+            f"embedding has {self._vocabulary} tokens (vocab_size): add the tokens to the model as "
+            "well (resize_token_embeddings of transformers), or leave them out of tokenizer and "
+            "chat template"
+        )
 
     def _encode_chats(
         self,
@@ -266,8 +291,12 @@ class HuggingFaceTokenizer:
             for place, text in zip(places, texts, strict=True):
                 self._forms.check_written(prepared[place], text)
                 written[place] = text
-        ids = self._tokenizer(written, add_special_tokens=False)["input_ids"]
-        return [list(own) for own in ids]
+        encoded = [
+            list(ids) for ids in self._tokenizer(written, add_special_tokens=False)["input_ids"]
+        ]
+        for ids in encoded:
+            self._check_embedded(ids)
+        return encoded
 
     def _check_template(self) -> None:
         """Raise ConfigError for arguments that no chat template reads: it would leave them out
@@ -325,31 +354,61 @@ class HuggingFaceTokenizer:
         return self.encode_more(str(text).partition(_TURN)[2].strip())
 
 
-def load_tokenizer(path: str, subject: str) -> HuggingFaceTokenizer:
+def load_tokenizer(
+    path: str, subject: str, generation: GenerationConfig | None = None
+) -> HuggingFaceTokenizer:
     """Load the tokenizer in a Hugging Face folder. ConfigError, beginning with ``subject``, if
     it cannot be loaded.
+
+    ``generation`` has the model's end tokens where the folder has no ``generation_config.json``.
     """
     with refused_by_name(path, subject):
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
-        generation = read_generation_config(path)
-    return HuggingFaceTokenizer(tokenizer, path, generation=generation)
+        found = read_generation_config(path)
+        if found is not None:
+            generation = found
+    files = {*_OF_TOKENIZERS, *tokenizer.vocab_files_names.values()}
+    if tokenizer.vocab_files_names and not any(Path(path, file).is_file() for file in files):
+        # transformers would make an empty one, to which a prompt has no tokens, or unknown ones
+        raise ConfigError(f"{subject}: there is no tokenizer (none of {', '.join(sorted(files))})")
+    return HuggingFaceTokenizer(
+        tokenizer, path, generation=generation, vocabulary=read_vocabulary(path)
+    )
+
+
+def read_vocabulary(path: str) -> int | None:
+    """Return the number of tokens of a model's embedding, as its ``config.json`` has it; None
+    where it has none.
+    """
+    config = read_config(path)
+    if config is None:
+        return None
+    vocabulary = config.get("text_config", config).get("vocab_size")
+    if isinstance(vocabulary, int):
+        return vocabulary
+    return None
 
 
 def read_generation_config(path: str) -> GenerationConfig | None:
     """Read the generation config in a model's folder; None where there is none."""
-    return (
-        GenerationConfig.from_pretrained(path)
-        if Path(path, "generation_config.json").is_file()
-        else None
-    )
+    if not Path(path, "generation_config.json").is_file():
+        return None
+    return GenerationConfig.from_pretrained(path)
 
 
-def end_tokens(config: GenerationConfig | None, own: int | None) -> frozenset[int]:
-    """Return the end tokens of the model's generation config, and its tokenizer's ``own``."""
+def end_tokens(config: GenerationConfig | None, own: int | None, path: str) -> frozenset[int]:
+    """Return the end tokens of the model's generation config, and its tokenizer's ``own``.
+    ConfigError for what are no ids.
+    """
     configured = config.eos_token_id if config is not None else None
     ends = [configured] if isinstance(configured, int) else list(configured or [])
+    if not all(isinstance(end, int) for end in ends):
+        raise ConfigError(
+            f"model.path={path!r}: its generation_config.json has eos_token_id={configured!r}: "
+            "expected ids of tokens"
+        )
     if own is not None:
         ends.append(own)
     return frozenset(ends)

@@ -28,7 +28,7 @@ from siirl_storage import Conflict, join, list_files, open_fs, remove_file, writ
 from siirl_dask.errors import ConfigError, Fenced, FolderGone, RunInProgress
 from siirl_dask.observe import SUMMARY_FILE
 from siirl_dask.runs.attempt_folder import FOLDER, AttemptFolder, name_of, names_in
-from siirl_dask.runs.holder import Holder
+from siirl_dask.runs.owner import Owner
 
 logger = logging.getLogger("siirl_dask.runs")
 _WRITTEN_BY = re.compile(
@@ -51,7 +51,7 @@ class Attempt:
 
     url: str
     number: int
-    holder: Holder
+    owner: Owner
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -69,7 +69,8 @@ class Attempt:
         """Raise Fenced if another start has taken the folder, FolderGone if it was moved or
         removed.
         """
-        if (fenced := self._fenced()) is not None:
+        fenced = self._fenced()
+        if fenced is not None:
             raise fenced
 
     def begin_again(self) -> None:
@@ -81,13 +82,13 @@ class Attempt:
         with self._lock:
             self.check()
             folder = AttemptFolder.of_run(self.url)
-            following = Holder.here(self.holder.lease)
+            following = Owner.here(self.owner.lease)
             try:
                 folder.add(self.number + 1, following)
             except Conflict:
                 self.check()
                 raise
-            self.holder = following
+            self.owner = following
             self.number += 1
             self._seen = None
 
@@ -114,7 +115,7 @@ class Attempt:
             return None
         return Fenced(
             f"run.url={self.url!r} was taken over by {folder.read(newest)}: this start, "
-            f"attempt {self.number}, gave no sign of life for {self.holder.lease:g} s (run.lease). "
+            f"attempt {self.number}, gave no sign of life for {self.owner.lease:g} s (run.lease). "
             "It ends here, it commits and deletes nothing more, and what it has committed stays"
         )
 
@@ -135,7 +136,7 @@ class Attempt:
         none.
         """
         try:
-            return folder.read(self.number).token == self.holder.token
+            return folder.read(self.number).token == self.owner.token
         except ConfigError:
             return False  # this start wrote a whole one
 
@@ -148,7 +149,9 @@ class Attempt:
         except ConfigError:
             found = "is another file"
         now_at = self._now_at()
-        moved = "was moved or removed" if now_at is None else f"was moved to {now_at}"
+        moved = "was moved or removed"
+        if now_at is not None:
+            moved = f"was moved to {now_at}"
         return FolderGone(
             f"run.url={self.url!r} {moved} under this start, attempt {self.number}: its record "
             f"{record} {found}. It ends here, and commits and deletes nothing more",
@@ -188,7 +191,7 @@ class Attempt:
     ) -> None:
         assert self._thread is not None
         self._over.set()
-        self._thread.join(self.holder.lease)
+        self._thread.join(self.owner.lease)
         if self._opened is not None:
             os.close(self._opened)
             self._opened = None
@@ -224,7 +227,7 @@ class Attempt:
     def _renew(self) -> None:
         beat = 0
         warned = False
-        while not self._over.wait(self.holder.lease / _BEATS):
+        while not self._over.wait(self.owner.lease / _BEATS):
             beat += 1
             try:
                 with self._lock:
@@ -251,7 +254,7 @@ class RunStart:
     """A start of a run as others see it."""
 
     number: int
-    holder: Holder
+    owner: Owner
     beat: bytes = b""
     """Its last sign of life, which changes while it lives; empty where it was not read, or gave
     none yet."""
@@ -263,7 +266,7 @@ class RunStart:
         """
         if self.beat == _ENDED:
             return True
-        return self.holder.is_gone()
+        return self.owner.is_gone()
 
 
 def starts_of(url: str, most: int) -> list[RunStart]:
@@ -314,7 +317,7 @@ def take(url: str, lease: float, note: Callable[[str], None]) -> Attempt:
     RunInProgress, naming host and process, while it is alive.
     """
     folder = AttemptFolder.of_run(url)
-    me = Holder.here(lease)
+    me = Owner.here(lease)
     while True:
         newest = folder.newest()
         if newest and not _is_over(folder, newest, url, note):
@@ -355,9 +358,11 @@ def _number_used(folder: AttemptFolder, newest: int) -> int:
         return max([newest, *beats])
     files = list_files(folder.fs, folder.run)
     written = filter(None, map(_WRITTEN_BY.fullmatch, files))
-    return max(
-        (int(number) for matched in written for number in matched.groups() if number), default=0
-    )
+    newest = 0
+    for matched in written:
+        numbers = [int(number) for number in matched.groups() if number]
+        newest = max([newest, *numbers])
+    return newest
 
 
 def _is_over(folder: AttemptFolder, number: int, url: str, note: Callable[[str], None]) -> bool:
@@ -365,25 +370,25 @@ def _is_over(folder: AttemptFolder, number: int, url: str, note: Callable[[str],
     raise RunInProgress.
     """
     try:
-        holder = folder.read(number)
+        owner = folder.read(number)
     except FileNotFoundError:
         return False  # it had written nothing, and has left
     first = folder.read_beat(number)
-    if first == _ENDED or holder.is_gone():
+    if first == _ENDED or owner.is_gone():
         return True
     note(
-        f"waiting for up to {holder.lease:g} s for a sign of life of {holder}, attempt {number} at "
+        f"waiting for up to {owner.lease:g} s for a sign of life of {owner}, attempt {number} at "
         "this run (run.lease)"
     )
-    deadline = time.monotonic() + holder.lease
+    deadline = time.monotonic() + owner.lease
     while time.monotonic() < deadline:
-        time.sleep(holder.lease / _LOOKS)
+        time.sleep(owner.lease / _LOOKS)
         beat = folder.read_beat(number)
-        if beat == _ENDED or holder.is_gone():
+        if beat == _ENDED or owner.is_gone():
             return True
         if beat and beat != first:  # it has none when it has just begun, or leaves
             raise RunInProgress(
-                f"run.url={url!r} is being trained, by {holder}, attempt {number}: stop that one "
+                f"run.url={url!r} is being trained, by {owner}, attempt {number}: stop that one "
                 "first, or choose another run.name or run.url"
             )
         if folder.newest() != number:

@@ -11,8 +11,8 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from siirl_storage import join, open_fs, write_exclusive
 
-from siirl_dask.errors import ConfigError
-from siirl_dask.runs.holder import Holder
+from siirl_dask.errors import ConfigError, clause
+from siirl_dask.runs.owner import Owner
 
 FOLDER = "attempts"
 _RECORD = re.compile(r"(\d{4,})\.json", re.ASCII)
@@ -47,20 +47,20 @@ class AttemptFolder:
         """Return the path of an attempt's signs of life."""
         return f"{self.path}/{number:04d}.beat"
 
-    def add(self, number: int, holder: Holder) -> None:
+    def add(self, number: int, owner: Owner) -> None:
         """Write the record of a new attempt. Conflict where that number has one."""
-        write_exclusive(self.fs, self.record(number), holder.to_json())
+        write_exclusive(self.fs, self.record(number), owner.to_json())
 
-    def read(self, number: int) -> Holder:
+    def read(self, number: int) -> Owner:
         """Return who has made an attempt. FileNotFoundError without a record, ConfigError for a
         damaged one.
         """
         path = self.record(number)
         try:
-            return Holder.from_json(self.fs.cat_file(path))
+            return Owner.from_json(self.fs.cat_file(path))
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{path} does not say who trains this run: {error}; if nobody does, remove the file"
+                f"{path} does not say who trains this run: {clause(error)}; if nobody does, remove the file"
             ) from error
 
     def read_beat(self, number: int) -> bytes:
@@ -118,4 +118,6 @@ def name_of(path: str) -> str:
 
 def _tag(entry: dict[str, Any]) -> tuple[object, ...] | None:
     tag = tuple(entry.get(key) for key in _TAGS)
-    return None if tag.count(None) == len(tag) else (entry.get("size"), *tag)
+    if tag.count(None) == len(tag):
+        return None
+    return (entry.get("size"), *tag)

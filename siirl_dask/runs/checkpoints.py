@@ -44,7 +44,8 @@ from siirl_dask.runs.commit_record import NAME, CommitRecord
 logger = logging.getLogger("siirl_dask.runs")
 FOLDER = "checkpoints"
 STATE = "state.json"
-_BEGUN = "BEGUN"
+BEGUN = "BEGUN"
+"""Name of the file that is created first in a checkpoint's folder."""
 _NAME = re.compile(r"step=(\d{6,})(?:-(\w+))?", re.ASCII)
 _NUMBER = re.compile(r"\d{4,8}", re.ASCII)
 _READERS = 4  # files read at once: one core digests faster than most stores give a single stream
@@ -84,7 +85,8 @@ class Checkpoint:
         fs, path = open_fs(url)
         try:
             data = fs.cat_file(path)
-            if (written := self.record.files.get(STATE)) and FileDigest.of(data) != written:
+            written = self.record.files.get(STATE)
+            if written and FileDigest.of(data) != written:
                 raise DamagedCheckpoint(_differs(url, FileDigest.of(data), written))
             return CheckpointState.from_json(data, self.step)
         except FileNotFoundError as error:
@@ -120,7 +122,9 @@ def _damage(url: str, name: str, written: FileDigest) -> str:
         found = digest_file(fs, path)
     except FileNotFoundError:
         return f"{join(url, name)} is gone"
-    return "" if found == written else _differs(join(url, name), found, written)
+    if found == written:
+        return ""
+    return _differs(join(url, name), found, written)
 
 
 def _differs(url: str, found: FileDigest, written: FileDigest) -> str:
@@ -202,7 +206,7 @@ class Checkpoints:
         url = join(self.attempt.url, FOLDER, f"step={step:06d}-{self.attempt.number:04d}")
         fs, path = open_fs(url)
         with suppress(OSError):  # the workers, which write there next, say what is wrong with it
-            write_atomic(fs, f"{path}/{_BEGUN}", b"")
+            write_atomic(fs, f"{path}/{BEGUN}", b"")
         return url
 
     def commit(self, url: str, state: CheckpointState, files: Mapping[str, FileDigest]) -> None:
@@ -241,13 +245,18 @@ class Checkpoints:
             logger.warning("checkpoints that are not kept stay at %s: %s: %s", where, kind, error)
 
     def _check_sizes(
-        self, fs: AbstractFileSystem, path: str, files: Mapping[str, FileDigest]
+        self,
+        fs: AbstractFileSystem,
+        path: str,
+        files: Mapping[str, FileDigest],
     ) -> None:
         there = list_files(fs, path)
         for name, written in files.items():
             if there.get(name) != written.nbytes:
                 self.attempt.check()  # a start that took over has emptied the folder
-                found = f"has {there[name]} bytes" if name in there else "is not there"
+                found = "is not there"
+                if name in there:
+                    found = f"has {there[name]} bytes"
                 raise CheckpointError(f"{path}/{name} {found}, and {written.nbytes} were written")
 
     def _prune(self) -> None:
@@ -302,7 +311,9 @@ class Checkpoints:
                 continue
             if self.keep_best in metrics:
                 values[one.url] = metrics[self.keep_best]
-        return {max(values, key=values.__getitem__)} if values else set()
+        if values:
+            return {max(values, key=values.__getitem__)}
+        return set()
 
 
 def remove_all(run_url: str) -> None:
@@ -326,7 +337,8 @@ def _folders(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int, int]
         return
     for path in listed:
         name = str(path).rstrip("/").rpartition("/")[2]
-        if matched := _NAME.fullmatch(name):
+        matched = _NAME.fullmatch(name)
+        if matched:
             yield (
                 name,
                 int(matched[1]),

@@ -29,6 +29,7 @@ from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.models.cache import folder_here
 from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.folder import check_writable
+from siirl_dask.runs.identity_file import read_identity_file
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
 
@@ -140,6 +141,8 @@ def write_folder(
     family, sees = family_seen(config.model.path, config.images)
     frozen = [] if adapted else frozen_parts(config.trainer, family, sees_images=sees)
     buffers = weight_buffers(folder_here(config.model.path, weights=False))
+    if adapted or frozen or buffers:
+        _check_base(run, config.model.path)
     base = folder_here(config.model.path, weights=adapted or bool(frozen or buffers))
     if adapted:
         weights = with_base(weights, config.trainer, base)
@@ -150,6 +153,23 @@ def write_folder(
     if verify:
         del weights  # with adapters, a whole model beside the checkpoint's
         check_export(folder, trained, base, kind, alpha=config.trainer.lora.alpha)
+
+
+def _check_base(run: str, base: str) -> None:
+    """Raise ConfigError where the folder ``base`` has other weights than when the run was started:
+    what did not learn would be another model's.
+    """
+    from siirl_dask.models.shapes import weights_digest
+
+    recorded = read_identity_file(run)
+    if recorded is None or recorded.models.get("model.path") is None:
+        return
+    digest = weights_digest(base)
+    if digest and digest not in recorded.models.values():
+        raise ConfigError(
+            f"model.path={base!r} has other weights than when run {run!r} was started, and what "
+            "did not learn is of those: bring them back, or with adapters give --adapter"
+        )
 
 
 def _nbytes(weights: Mapping[str, Any], dtype: Dtype) -> int:
@@ -178,11 +198,9 @@ def room_for(folder: Path, nbytes: int) -> Iterator[None]:
             with full_disk_named(folder / "model", max(0, nbytes - written)):
                 raise OSError(errno.ENOSPC, str(error)) from error
         except OSError as full:
-            where = (
-                "the folder of TMPDIR"
-                if folder.parent == Path(gettempdir())
-                else str(folder.parent)
-            )
+            where = "the folder of TMPDIR"
+            if folder.parent != Path(gettempdir()):
+                where = str(folder.parent)
             raise ConfigError(f"the model is written into {where} first: {full}") from full
 
 
@@ -191,7 +209,9 @@ def config_of_role(config: Config, role: str) -> Config:
     ``policy_AGENT`` is of.
     """
     agent = config.agents.get(role.rpartition("_")[2])
-    return config if agent is None else replace(config, model=agent.model, trainer=agent.trainer)
+    if agent is None:
+        return config
+    return replace(config, model=agent.model, trainer=agent.trainer)
 
 
 def _adapted(run: str, config: Config, weights: Mapping[str, Any]) -> bool:

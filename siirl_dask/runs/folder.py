@@ -4,6 +4,7 @@ start left.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from siirl_storage import (
     write_atomic,
     write_exclusive,
 )
+from siirl_storage.files import absolute
 
 from siirl_dask.config import LAYOUT_GROUPS, Config
 from siirl_dask.config.file import Interpolated, dump, load_recorded
@@ -45,7 +47,7 @@ from siirl_dask.runs.identity_file import (
     Relocation,
     read_identity_file,
     relocation_of,
-    remove_identity_file,
+    with_recorded_data,
 )
 from siirl_dask.runs.tables import REPLAY, listed, remove_steps
 from siirl_dask.wording import redacted
@@ -130,29 +132,40 @@ class RunIdentity:
         return sha256(text.encode()).hexdigest()[:16]
 
     def differences(self, other: RunIdentity, moved: Relocation | None = None) -> list[str]:
-        """Return the changes from this identity to ``other``, each as ``trainer.lr: 1e-06 ->
-        2e-06``.
+        """Return the changes from this identity to ``other``, each as ``run.seed: 0 -> 1``.
 
         With ``moved``, how the run's folder was moved since, places that are the same as seen from
-        it are no change. A DAG that was not written yet equals any, and so does a longest row of a run of a version
-        that recorded none: it follows from keys that are compared.
+        it are no change. A DAG or a longest row that was not recorded yet equals any: the row
+        follows from keys that are compared.
         """
         dags = (self.dag, other.dag if self.dag else self.dag)
         leaves = [_leaves(_by_name(dag), "DAG: ") for dag in dags]
-        old, new = ({**one.values, **more} for one, more in zip((self, other), leaves, strict=True))
-        changed = [
-            name
-            for name in {**old, **new}
-            if not (
-                _is_free_option(name)
-                or old.get(name) == new.get(name)
-                or (moved is not None and moved.is_same(old.get(name), new.get(name)))
-            )
-        ]
-        names = [
-            name for name in changed if not (name.endswith(_LONGEST_ROW) and old.get(name) is None)
-        ]
-        return [f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}" for name in names]
+        old = {**self.values, **leaves[0]}
+        new = {**other.values, **leaves[1]}
+        changes = []
+        for name in {**old, **new}:
+            before = old.get(name)
+            now = new.get(name)
+            if _is_free_option(name) or before == now:
+                continue
+            if moved is not None and moved.is_same(before, now):
+                continue
+            if name.endswith(_LONGEST_ROW) and before is None:
+                continue
+            changes.append(f"{name}: {_shown(before)} -> {_shown(now)}")
+        return changes
+
+    def changes(self, config: Config, dag: DAG) -> list[str]:
+        """Return the changes from this identity, of the run at ``run.url``, to that of a start.
+
+        Places that are the same as seen from the run's folder, which was moved, are no change, and
+        neither is a copy of its data. ConfigError for a damaged record.
+        """
+        url = config.run.url
+        file = read_identity_file(url)
+        if file is not None:
+            config = with_recorded_data(config, self.values, file.data)
+        return self.differences(RunIdentity.of(config, dag), relocation_of(url))
 
 
 def read_identity(url: str) -> RunIdentity | None:
@@ -172,7 +185,7 @@ def read_identity(url: str) -> RunIdentity | None:
 
 def known_digests(config: Config, dag: DAG) -> list[str]:
     """Return the digests of the identity of the run at ``run.url``: the first as it starts now, the
-    others as it started where it was before, while nothing else has changed.
+    others as it started where it, or its data, was before, while nothing else has changed.
 
     ConfigError for a damaged record.
     """
@@ -183,11 +196,9 @@ def known_digests(config: Config, dag: DAG) -> list[str]:
     digests = [identity.digest()]
     if recorded is None or file is None:
         return digests
-    moved = relocation_of(url)
-    if recorded.differences(identity, moved):
+    if recorded.changes(config, dag):
         return digests
-    if moved is not None:
-        digests.append(recorded.digest())
+    digests.append(recorded.digest())
     return [*dict.fromkeys([*digests, *file.digests])]
 
 
@@ -215,7 +226,9 @@ def recorded_config(
             "be read, but to resume, evaluate or export it takes that version; a run of this "
             "version needs another run.name or run.url, or --fresh, which removes what is there"
         ) from error
-    return load_recorded(text, file, overrides, change) if overrides else recorded
+    if overrides:
+        return load_recorded(text, file, overrides, change)
+    return recorded
 
 
 def write_identity(
@@ -225,21 +238,26 @@ def write_identity(
     replace: bool,
     data: Mapping[str, DataVersion] = MappingProxyType({}),
     tables: Mapping[str, DueTable] = MappingProxyType({}),
+    models: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write ``config.yaml``, ``dag.json`` and ``identity.json``; with ``replace`` over existing
     ones.
 
     ``data`` is the state of the tables to train on, and ``tables`` those that the run saves from
-    here on: what it saved before it has to have as well. ConfigError when another run has taken the
+    here on: what it saved before it has to have as well. ``models`` are the digests of the weights
+    that it begins with. ConfigError when another run has taken the
     folder in the meantime.
     """
     fs, path = open_fs(config.run.url)
-    earlier = read_identity_file(config.run.url) if replace else None
-    digests = known_digests(config, dag)[1:] if replace else []
+    earlier = None
+    digests = []
+    if replace:
+        earlier = read_identity_file(config.run.url)
+        digests = known_digests(config, dag)[1:]
     if earlier is not None:
         kept = {name: one for name, one in earlier.tables.items() if name in tables}
         tables = {**tables, **kept}
-        remove_identity_file(config.run.url)
+        dataclasses.replace(earlier, files={}, digests=digests).write(config.run.url)
     # The token makes it differ from what another start of the same command writes: see
     # write_exclusive.
     text = f"# start {uuid4().hex}\n{dump(config, secrets=False)}".encode()
@@ -252,7 +270,10 @@ def write_identity(
     spec = (json.dumps(redacted(dag_to_spec(dag)), indent=2) + "\n").encode()
     write_atomic(fs, f"{path}/{DAG_FILE}", spec)
     files = {CONFIG_FILE: FileDigest.of(text), DAG_FILE: FileDigest.of(spec)}
-    file = IdentityFile(files=files, data=data, tables=tables, digests=digests)
+    place = redacted(absolute(config.run.url))
+    file = IdentityFile(
+        files=files, data=data, tables=tables, url=place, models=models, digests=digests
+    )
     file.write(config.run.url)
 
 
@@ -332,12 +353,11 @@ def remove_run(url: str, tables: Iterable[str]) -> None:
     remove_tree(fs, f"{path}/{STAGES}")
     events = [file for file in listed(fs, f"{path}/tensorboard") if "events.out.tfevents" in file]
     steps = listed(fs, f"{path}/profile")
-    profiles = [
-        file
-        for step in steps
-        for file in listed(fs, step)
-        if _PROFILE.fullmatch(file[len(path) + 1 :])
-    ]
+    profiles = []
+    for step in steps:
+        for file in listed(fs, step):
+            if _PROFILE.fullmatch(file[len(path) + 1 :]):
+                profiles.append(file)
     for file in (*events, *profiles, *(f"{path}/{name}" for name in (*_FILES, CONFIG_FILE))):
         if fs.exists(file):
             fs.rm_file(file)
@@ -425,4 +445,6 @@ def _leaves(value: Any, before: str) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    return "nothing" if value is None else json.dumps(value)
+    if value is None:
+        return "nothing"
+    return json.dumps(value)

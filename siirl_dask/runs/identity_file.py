@@ -4,11 +4,13 @@ rows it has to have, and digests of its small files.
     {"version": 1,
      "url":    "/home/me/runs/quickstart",
      "files":  {"config.yaml": [bytes, SHA-256], "dag.json": [bytes, SHA-256]},
-     "data":   {"data.url": {"version": null, "rows": 4096, "bytes": 88231, "digest": SHA-256}},
+     "data":   {"data.url": {"version": null, "rows": 4096, "bytes": 88231, "digest": SHA-256, "content": SHA-256}},
+     "models": {"model.path": SHA-256},
      "tables": {"rollouts": ["train", 1], "validation": ["validation", 0]},
      "digests": ["0b5c9d7e1f2a3c4d"]}
 
-Each start writes it, after the files that it has digests of. Runs of earlier versions have none:
+Each start writes it, after the files that it has digests of; while it writes those, the file has
+no digests, and the rest as before: a start that is killed meanwhile loses nothing. Runs of earlier versions have none:
 they are resumed and checked without. ``retention.json`` beside it says which rows were deleted on
 purpose.
 """
@@ -19,13 +21,24 @@ import json
 import os.path
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
-from siirl_storage import FileDigest, Snapshot, join, open_fs, remove_file, write_atomic
-from siirl_storage.files import absolute
+from siirl_storage import (
+    FileDigest,
+    Snapshot,
+    StorageError,
+    digest_file,
+    join,
+    open_fs,
+    open_table,
+    write_atomic,
+)
+from siirl_storage.files import absolute, at
 
-from siirl_dask.errors import ConfigError, counted
+from siirl_dask.config import Config
+from siirl_dask.errors import ConfigError, clause, counted
 from siirl_dask.planner import Phase
 from siirl_dask.tables.content import CONTENT, content_digest
 from siirl_dask.wording import redacted
@@ -33,6 +46,7 @@ from siirl_dask.wording import redacted
 FILE = "identity.json"
 RETENTION = "retention.json"
 _VERSION = 1
+_MOST_READ = 64 * 2**20  # bytes of plain files whose content is compared: a fraction of a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +59,9 @@ class DataVersion:
     bytes: int
     digest: str
     """``Snapshot.digest``, or that of the rows of a Dask collection."""
+    content: str | None = None
+    """A digest of all bytes. None for plain files of more than 64 MiB, of which ``digest`` has sizes,
+    names and statistics alone, and in runs of earlier versions."""
 
     @staticmethod
     def of(table: Snapshot) -> DataVersion:
@@ -59,10 +76,37 @@ class DataVersion:
             version = None
             digest = content_digest(table.schema, table.parts)
         nbytes = sum(part.nbytes for part in table.parts)
-        return DataVersion(version=version, rows=table.num_rows, bytes=nbytes, digest=digest)
+        content = None
+        if all(part.sha256 for part in table.parts):
+            content = digest
+        elif table.version is None and nbytes <= _MOST_READ:
+            content = _content_of(table)
+        return DataVersion(
+            version=version,
+            rows=table.num_rows,
+            bytes=nbytes,
+            digest=digest,
+            content=content,
+        )
+
+    def is_same(self, other: DataVersion) -> bool:
+        """Return whether two states are the same, as far as both have recorded it."""
+        if None in (self.content, other.content):
+            return replace(self, content=None) == replace(other, content=None)
+        return self == other
+
+    def is_copy(self, other: DataVersion) -> bool:
+        """Return whether tables in different places have the same content, by digests of all bytes:
+        ``is_same`` is enough for what was in one place all the time.
+        """
+        if self.content is None:
+            return False
+        return self == other
 
     def __str__(self) -> str:
-        version = "" if self.version is None else f"version {self.version}, "
+        version = ""
+        if self.version is not None:
+            version = f"version {self.version}, "
         return f"{version}{counted(self.rows, 'row')} in {self.bytes:,} bytes"
 
 
@@ -86,21 +130,25 @@ class IdentityFile:
     validate on with its URL."""
     tables: Mapping[str, DueTable] = field(default_factory=dict)
     url: str = ""
-    """Where the run's folder was at its last start: an absolute path or a URL. Empty in a run of an
-    earlier version."""
+    """Where the run's folder was at its last start: an absolute path or a URL, without secrets.
+    Empty in a run of an earlier version."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Digest of the weights that the run began with, by the configuration's key that names their
+    folder, where that is on the machine that started the run: ``weights_digest``."""
     digests: Sequence[str] = ()
     """Digests of the run's identity in other places, where it was before: it is the same run, and
     what it wrote there is its own."""
 
     def write(self, url: str) -> None:
-        """Write the file of the run at ``url``, which is where the run is from now on."""
+        """Write the file into the run's folder, ``url``."""
         fs, path = open_fs(join(url, FILE))
         document = {
             "version": _VERSION,
-            "url": redacted(absolute(url)),
+            "url": self.url,
             "files": {name: [one.nbytes, one.sha256] for name, one in self.files.items()},
             "data": {key: asdict(one) for key, one in self.data.items()},
             "tables": {name: [str(one.phase), one.since] for name, one in self.tables.items()},
+            "models": {**self.models},
             "digests": [*self.digests],
         }
         write_atomic(fs, path, (json.dumps(document, indent=1) + "\n").encode())
@@ -123,13 +171,16 @@ def read_identity_file(url: str) -> IdentityFile | None:
             name: DueTable(phase=Phase(value[0]), since=_count(value[1]))
             for name, value in document["tables"].items()
         }
+        models = {key: _digest(value) for key, value in document.get("models", {}).items()}
         place = document.get("url", "")
         if not isinstance(place, str):
             raise ValueError(f"{place!r:.80} is no URL")
         digests = [_short_digest(value) for value in document.get("digests", ())]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise _damaged(url, FILE, error) from error
-    return IdentityFile(files=files, data=data, tables=tables, url=place, digests=digests)
+    return IdentityFile(
+        files=files, data=data, tables=tables, url=place, models=models, digests=digests
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +240,9 @@ class Relocation:
         if recorded == self.before:
             return self.now
         start = join(self.before, "")
-        return join(self.now, recorded[len(start) :]) if recorded.startswith(start) else None
+        if recorded.startswith(start):
+            return join(self.now, recorded[len(start) :])
+        return None
 
     def along(self, recorded: str) -> str | None:
         """Return where a place is now if it was moved with the run's folder; None for one that has
@@ -202,6 +255,49 @@ class Relocation:
         return os.path.normpath(f"{self.now}/{os.path.relpath(recorded, self.before)}")
 
 
+def with_recorded_data(
+    config: Config, recorded: Mapping[str, Any], data: Mapping[str, DataVersion]
+) -> Config:
+    """Return the configuration of a start with each table to train on named as the run has recorded
+    it, if the one that it names has the same content: a copy somewhere else is the same data.
+
+    ``recorded`` are the run's values by key, and ``data`` the states of its tables. ConfigError for
+    a store that cannot be reached.
+    """
+    url = config.data.url
+    before = recorded.get("data.url")
+    if url is not None and before is not None and _is_copy(url, before, data.get("data.url")):
+        config = replace(config, data=replace(config.data, url=before))
+    sources = dict(config.data.sources)
+    for name, source in sources.items():
+        before = recorded.get("data.sources", {}).get(name, {}).get("url")
+        if before is not None and _is_copy(source.url, before, data.get(f"data.sources.{name}")):
+            sources[name] = replace(source, url=before)
+    return replace(config, data=replace(config.data, sources=sources))
+
+
+def _content_of(table: Snapshot) -> str:
+    fs, path = open_fs(table.base)
+    digests = []
+    for part in table.parts:
+        digests.append([part.path, digest_file(fs, at(path, part.path)).sha256])
+    return sha256(json.dumps(digests).encode()).hexdigest()
+
+
+def _is_copy(url: str, before: str, recorded: DataVersion | None) -> bool:
+    """Return whether the table at another URL than ``before`` has the recorded state."""
+    if recorded is None or redacted(url) == before:
+        return False
+    try:
+        return DataVersion.of(open_table(url)).is_copy(recorded)
+    except StorageError:  # none, or a damaged one: another one than the run's
+        return False
+    except Exception as error:  # drivers of remote storage raise exceptions of their own
+        raise ConfigError(
+            f"dataset {url!r}: its storage cannot be reached: {type(error).__name__}: {error}"
+        ) from error
+
+
 def relocation_of(url: str) -> Relocation | None:
     """Return how the run at ``url`` was moved since its last start; None where it was not, or where
     that is not recorded. ConfigError for a damaged record.
@@ -211,13 +307,6 @@ def relocation_of(url: str) -> Relocation | None:
     if recorded is None or recorded.url in ("", redacted(now)):
         return None
     return Relocation(recorded.url, now)
-
-
-def remove_identity_file(url: str) -> None:
-    """Delete the file, before the files are written of which it has digests."""
-    fs, path = open_fs(join(url, FILE))
-    if fs.exists(path):
-        remove_file(fs, path)
 
 
 def read_retention(url: str) -> dict[str, int]:
@@ -236,7 +325,9 @@ def read_retention(url: str) -> dict[str, int]:
 def note_retention(url: str, removed: Mapping[str, int]) -> None:
     """Record that the rows of each table up to a step are about to be deleted on purpose."""
     before = read_retention(url)
-    steps = before | {name: max(step, before.get(name, 0)) for name, step in removed.items()}
+    steps = dict(before)
+    for name, step in removed.items():
+        steps[name] = max(step, before.get(name, 0))
     if steps != before:
         fs, path = open_fs(join(url, RETENTION))
         write_atomic(
@@ -265,17 +356,26 @@ def _read(url: str, name: str) -> dict[str, Any] | None:
 
 def _damaged(url: str, name: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"{join(url, name)} is not what a run writes there: {type(error).__name__}: {error}; "
+        f"{join(url, name)} is not what a run writes there: {type(error).__name__}: {clause(error)}; "
         "restore it, or remove it: the run is then resumed and checked without it"
     )
 
 
 def _data_version(value: Mapping[str, Any]) -> DataVersion:
     number = value["version"]
-    version = None if number is None else _count(number)
+    version = None
+    if number is not None:
+        version = _count(number)
     rows = _count(value["rows"])
+    content = value.get("content")
+    if content is not None:
+        content = _digest(content)
     return DataVersion(
-        version=version, rows=rows, bytes=_count(value["bytes"]), digest=_digest(value["digest"])
+        version=version,
+        rows=rows,
+        bytes=_count(value["bytes"]),
+        digest=_digest(value["digest"]),
+        content=content,
     )
 
 

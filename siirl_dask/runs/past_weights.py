@@ -74,8 +74,6 @@ def past_weights(
 
 
 def _told(steps: Sequence[int]) -> str:
-    return (
-        f"it has those of steps {', '.join(map(str, steps))}"
-        if steps
-        else "it has none: see checkpoint.every"
-    )
+    if steps:
+        return f"it has those of steps {', '.join(map(str, steps))}"
+    return "it has none: see checkpoint.every"

@@ -13,7 +13,7 @@ import pyarrow as pa
 from siirl_storage import StorageError, join, open_fs
 
 from siirl_dask.config import Config
-from siirl_dask.errors import ConfigError, PlanError, SiirlError
+from siirl_dask.errors import ConfigError, PlanError, SiirlError, clause
 from siirl_dask.observe import EVAL_FILE as RESULT_FILE
 from siirl_dask.observe import Record, Summary, read_metrics, read_summary
 from siirl_dask.planner import bind, contract_of, options_of, provides_of, resolve
@@ -142,7 +142,9 @@ class Run:
             raise ConfigError(
                 f"run {self.url!r} has no checkpoint of step {step} (there are: {steps})"
             )
-        return steps[-1] if step is None else step
+        if step is None:
+            return steps[-1]
+        return step
 
     def scoring(self) -> RunReward:
         """Return how the run's DAG scores responses. ConfigError when its reward function cannot
@@ -163,7 +165,7 @@ class Run:
             scorer = bind(resolve(role["build"]), role["with"], "the run's reward")
         except PlanError as error:
             raise ConfigError(
-                f"the reward function of run {self.url!r} cannot be imported: {error}; name one "
+                f"the reward function of run {self.url!r} cannot be imported: {clause(error)}; name one "
                 "with --reward"
             ) from error
         return RunReward(options_of(scorer)["reward"], next(_scored_columns(spec, name), ()))
@@ -209,7 +211,9 @@ def _model_of(url: str) -> str | None:
         return None
     if not isinstance(evaluated, str):
         return None
-    return Run(evaluated).config.model.path if is_run(evaluated) else evaluated
+    if is_run(evaluated):
+        return Run(evaluated).config.model.path
+    return evaluated
 
 
 def is_run(url: str) -> bool:

@@ -92,7 +92,8 @@ def _sorted(run_url: str, table: str, steps: pa.Array | None) -> pa.Table:
         rows = open_table(url).to_table()
     except StorageError as error:
         raise DataError(f"the rows of {url!r} cannot be read: {error}") from error
-    rows = rows if steps is None else rows.filter(pc.is_in(rows[_STEP], steps))
+    if steps is not None:
+        rows = rows.filter(pc.is_in(rows[_STEP], steps))
     return rows.sort_by([(_STEP, "ascending"), (ROW_ID, "ascending")])
 
 
@@ -110,14 +111,20 @@ def _column(name: str, before: pa.ChunkedArray, after: pa.ChunkedArray) -> Colum
         for values in (before, after)
     )
     there = np.isfinite(old) & np.isfinite(new)
-    same = (old == new) | (np.isnan(old) & np.isnan(new))
+    both_nan = np.isnan(old) & np.isnan(new)
+    same = (old == new) | both_nan
+    before_mean = after_mean = float("nan")
+    if there.any():
+        before_mean = float(old[there].mean())
+        after_mean = float(new[there].mean())
+    signs_differ = (old > 0) != (new > 0)
     return ColumnChange(
         name,
         len(old),
         changed=int((~same).sum()),
-        before=float(old[there].mean()) if there.any() else float("nan"),
-        after=float(new[there].mean()) if there.any() else float("nan"),
-        flipped=int(((old > 0) != (new > 0)).sum()),
+        before=before_mean,
+        after=after_mean,
+        flipped=int(signs_differ.sum()),
         correlation=_correlation(old[there], new[there]),
     )
 

@@ -155,7 +155,10 @@ def _of_checkpoints(url: str, files: Mapping[str, int]) -> Iterator[Leftover]:
 
 
 def _of_tables(
-    fs: AbstractFileSystem, root: str, files: Mapping[str, int], replays: bool
+    fs: AbstractFileSystem,
+    root: str,
+    files: Mapping[str, int],
+    replays: bool,
 ) -> Iterator[Leftover]:
     for folder, names in by_folder(files).items():
         table, step = _table_and_step(folder)
@@ -197,7 +200,10 @@ def _of_old_steps(files: Mapping[str, int], oldest: int, keep: int | None) -> It
 
 
 def _of_spent_stages(
-    fs: AbstractFileSystem, root: str, files: Mapping[str, int], oldest: int
+    fs: AbstractFileSystem,
+    root: str,
+    files: Mapping[str, int],
+    oldest: int,
 ) -> Iterator[Leftover]:
     """Yield the files of stages of steps up to ``oldest``, and of those that the record of a
     later table names.
@@ -251,7 +257,10 @@ def _is_stage(table: str) -> bool:
 
 
 def _leftovers(
-    folder: str, names: Mapping[str, int], chosen: Collection[str] | Iterable[str], reason: Reason
+    folder: str,
+    names: Mapping[str, int],
+    chosen: Collection[str] | Iterable[str],
+    reason: Reason,
 ) -> Iterator[Leftover]:
     for name in chosen:
         yield Leftover(f"{folder}/{name}", names[name], reason)

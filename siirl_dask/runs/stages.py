@@ -83,7 +83,9 @@ def describe_stage(
         "position": position,
         "metrics": json.dumps(pack(metrics)),
     }
-    return about if spent is None else about | {SPENT: list(spent)}
+    if spent is None:
+        return about
+    return about | {SPENT: list(spent)}
 
 
 def misplaced(record: PartsRecord, table: str, step: int) -> str:
@@ -93,15 +95,16 @@ def misplaced(record: PartsRecord, table: str, step: int) -> str:
     Records of earlier versions do not say it.
     """
     said = record.about.get("step", step), record.about.get("table", table)
-    return (
-        ""
-        if said == (step, table)
-        else f"its record says that these are the rows of {said[1]!r} at step {said[0]}"
-    )
+    if said == (step, table):
+        return ""
+    return f"its record says that these are the rows of {said[1]!r} at step {said[0]}"
 
 
 def find_stages(
-    run_url: str, tables: Sequence[str], after: int, digests: Collection[str]
+    run_url: str,
+    tables: Sequence[str],
+    after: int,
+    digests: Collection[str],
 ) -> list[Stage]:
     """Return a stage of each step from ``after + 1`` on, up to the first step without one.
 
@@ -117,7 +120,10 @@ def find_stages(
 
 
 def find_stage(
-    run_url: str, tables: Iterable[str], step: int, digests: Collection[str]
+    run_url: str,
+    tables: Iterable[str],
+    step: int,
+    digests: Collection[str],
 ) -> Stage | None:
     """Return the stage of ``step`` in the first of the ``tables`` that has it; None if none has."""
     found = (_read_stage(run_url, table, step, digests) for table in tables)
@@ -125,7 +131,10 @@ def find_stage(
 
 
 def spent_by(
-    fs: AbstractFileSystem, root: str, folder: str, names: Mapping[str, int]
+    fs: AbstractFileSystem,
+    root: str,
+    folder: str,
+    names: Mapping[str, int],
 ) -> tuple[str, ...] | None:
     """Return the tables of stages that a step does not need, since it can go on from the table in
     ``folder``.
@@ -137,7 +146,9 @@ def spent_by(
     if record is None or any(names.get(part.path) != part.nbytes for part in record.parts):
         return None
     spent = record.about.get(SPENT)
-    return tuple(map(str, spent)) if isinstance(spent, list) else None
+    if isinstance(spent, list):
+        return tuple(map(str, spent))
+    return None
 
 
 def _read_stage(run_url: str, table: str, step: int, digests: Collection[str]) -> Stage | None:
@@ -155,7 +166,8 @@ def _read_stage(run_url: str, table: str, step: int, digests: Collection[str]) -
             or not all(part.sha256 for part in record.parts)
         ):
             return None
-        if wrong := misplaced(record, table, step):
+        wrong = misplaced(record, table, step)
+        if wrong:
             raise ValueError(wrong)
         position = record.about["position"]
         if position is not None and (type(position) is not int or position < 0):
@@ -167,11 +179,17 @@ def _read_stage(run_url: str, table: str, step: int, digests: Collection[str]) -
         )
         logger.warning("%s", text)
         return None
-    if gone := [part.path for part in record.parts if names.get(part.path) != part.nbytes]:
+    gone = [part.path for part in record.parts if names.get(part.path) != part.nbytes]
+    if gone:
         logger.warning(
             "the rows in %s are not whole: %s is gone, or has another size", redacted(url), gone[0]
         )
         return None
     return Stage(
-        step=step, table=table, url=url, parts=record.parts, metrics=metrics, position=position
+        step=step,
+        table=table,
+        url=url,
+        parts=record.parts,
+        metrics=metrics,
+        position=position,
     )

@@ -28,18 +28,20 @@ def tables_of(dags: Iterable[DAG | None]) -> set[str]:
     """Return the tables that a run stores, by their folders: those of its nodes, of the test
     phase, and the trace.
     """
-    tables = (
-        table
-        for dag in dags
-        if dag
-        for node in dag.nodes
-        for table in (node.stored_as, node.state_table)
-    )
+    tables: list[str | None] = []
+    for dag in dags:
+        if dag:
+            for node in dag.nodes:
+                tables += [node.stored_as, node.state_table]
     return {_TEST, TRACE, *filter(None, tables)}
 
 
 def commit_table(
-    attempt: Attempt, table: str, step: int, parts: Sequence[Part], about: Mapping[str, Any]
+    attempt: Attempt,
+    table: str,
+    step: int,
+    parts: Sequence[Part],
+    about: Mapping[str, Any],
 ) -> None:
     """Commit the parts of a table at ``step``, with what ``describe_stage`` says of them.
 
@@ -67,8 +69,14 @@ def remove_step(attempt: Attempt, table: str, step: int) -> None:
 
 def stored_steps(url: str, table: str) -> set[int]:
     """Return the steps of which the run at ``url`` has rows in ``table``, whole or not."""
-    steps = (step_of(path.rpartition("/")[2]) for path in listed(*open_fs(join(url, table))))
-    return {step for step in steps if step is not None}
+    fs, root = open_fs(join(url, table))
+    steps = set()
+    for path in listed(fs, root):
+        _, _, name = path.rpartition("/")
+        step = step_of(name)
+        if step is not None:
+            steps.add(step)
+    return steps
 
 
 def remove_steps(url: str, tables: Iterable[str], done: int) -> None:

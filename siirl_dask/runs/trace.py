@@ -69,7 +69,8 @@ def slowest_of(url: str) -> Slowest | None:
 
 def slowest_in(trace: Trace) -> Slowest | None:
     """Return what took longest in a trace; None where no node has run."""
-    if (slowest := find_bottleneck(trace.spans).slowest) is None:
+    slowest = find_bottleneck(trace.spans).slowest
+    if slowest is None:
         return None
     return Slowest(
         node=slowest.node,
@@ -85,7 +86,10 @@ def read_recent(url: str) -> Trace:
     longest. DataError as in ``read_trace``.
     """
     return read_trace(
-        url, most_bytes=RECENT_BYTES, most_parts=RECENT_PARTS, most_steps=RECENT_STEPS
+        url,
+        most_bytes=RECENT_BYTES,
+        most_parts=RECENT_PARTS,
+        most_steps=RECENT_STEPS,
     )
 
 
@@ -144,11 +148,11 @@ def read_newest(
     """
     try:
         fs, root = open_fs(join(url, TRACE))
-        files = {
-            f"{step_name(step)}/{name}": size
-            for step in steps
-            for name, size in list_files(fs, at(root, step_name(step))).items()
-        }
+        files = {}
+        for step in steps:
+            folder = step_name(step)
+            for name, size in list_files(fs, at(root, folder)).items():
+                files[f"{folder}/{name}"] = size
     except StorageError as error:
         raise DataError(str(error)) from error
     except Exception as error:  # each store has errors of its own: no credentials, no connection
@@ -173,7 +177,10 @@ def read_newest(
 
 
 def _spans(
-    fs: AbstractFileSystem, root: str, parts: Mapping[int, Sequence[str]], steps: Sequence[int]
+    fs: AbstractFileSystem,
+    root: str,
+    parts: Mapping[int, Sequence[str]],
+    steps: Sequence[int],
 ) -> list[TraceSpan]:
     paths = [(step, at(root, path)) for step in steps for path in parts[step]]
     with _readers(fs) as pool:
@@ -232,7 +239,8 @@ def _asked(
     if not chosen:
         there = f"{counted(len(parts), 'step')}, {min(parts)} to {max(parts)}"
         raise DataError(f"{url!r} has no trace of {in_words(steps)}: it has {there}")
-    if (total := sum(sizes[step] for step in chosen)) > most_bytes and len(chosen) > 1:
+    total = sum(sizes[step] for step in chosen)
+    if total > most_bytes and len(chosen) > 1:
         raise DataError(
             f"the trace of {in_words(steps)} has {total:,} bytes, more than the {most_bytes:,} "
             "that are read at once: ask for fewer steps"

@@ -14,7 +14,10 @@ logger = logging.getLogger("siirl_dask.runs")
 
 
 def with_whole_checkpoint(
-    run_url: str, step: int | None, roles: Collection[str], use: Callable[[Checkpoint], None]
+    run_url: str,
+    step: int | None,
+    roles: Collection[str],
+    use: Callable[[Checkpoint], None],
 ) -> int:
     """Verify the files of ``roles`` in the checkpoint of ``step``, call ``use`` with it, and return
     its step.

@@ -96,5 +96,7 @@ class NodeWatch:
         without_heartbeat = self._now - member.heard_at
         without_progress = self._now - member.active_at
         heard = without_heartbeat < _REPORTED_FROM * self.timeout
-        seconds = without_progress if heard else without_heartbeat
+        seconds = without_heartbeat
+        if heard:
+            seconds = without_progress
         return Silence(name, member.reading.place, seconds, heard)

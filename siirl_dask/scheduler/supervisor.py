@@ -142,7 +142,9 @@ class Supervisor(SchedulerPlugin):
         name = self._names.get(address)
         if name is None:
             return
-        state = None if in_order else self._states.get(address)
+        state = None
+        if not in_order:
+            state = self._states.get(address)
         silence = None
         memory = None
         if state is not None:
@@ -162,7 +164,8 @@ class Supervisor(SchedulerPlugin):
     def _check_not_taken(self) -> None:
         """Raise PeerError if another run uses a worker of this one: both had found it idle."""
         taken = other_runs(self._scheduler, self.name, self._follows)
-        if shared := [name for name, address in self.members.items() if address in taken]:
+        shared = [name for name, address in self.members.items() if address in taken]
+        if shared:
             raise PeerError(f"worker {shared[0]!r} was idle, and another run has taken it")
 
     def _report_idle(self) -> None:
@@ -226,7 +229,9 @@ class Supervisor(SchedulerPlugin):
         workers = self._scheduler.workers
         readings: dict[str, Reading] = {}
         for member, address in self.members.items():
-            metrics = workers[address].metrics if address in workers else {}
+            metrics = {}
+            if address in workers:
+                metrics = workers[address].metrics
             readings[member] = Reading.of(metrics, self.name)
         return readings
 
@@ -296,7 +301,8 @@ class Supervisor(SchedulerPlugin):
             for member, address in self.members.items()
             if address in workers
         }
-        if silent := self._nodes.silent_workers(seconds, readings):
+        silent = self._nodes.silent_workers(seconds, readings)
+        if silent:
             silences = [
                 [worker.member, worker.place, worker.seconds, worker.heard]
                 for worker in silent[:_MAX_SILENT]
@@ -328,7 +334,9 @@ class TrafficMeter:
         self._supported = hasattr(socket, "TCP_INFO")
         self._timer = PeriodicCallback(self._update, _TRAFFIC_EVERY_MS)
         for comm in connections_of(scheduler):  # bytes from before the start do not count
-            carried = connection_bytes(comm) if self._supported else None
+            carried = None
+            if self._supported:
+                carried = connection_bytes(comm)
             if carried is not None:
                 self._seen[comm] = carried
         self._timer.start()
@@ -340,7 +348,9 @@ class TrafficMeter:
     def total(self) -> int | None:
         """Return the bytes so far; None where they cannot be counted."""
         self._update()
-        return self._total if self._supported else None
+        if self._supported:
+            return self._total
+        return None
 
     def _update(self) -> None:
         """Add the bytes that each connection has carried since the last update."""

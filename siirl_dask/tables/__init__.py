@@ -2,17 +2,18 @@
 has stored them.
 """
 
-from siirl_dask.tables.blobs import (
+from siirl_dask.tables.decoding import decode_array, decode_column, decoded_column, needs_decoding
+from siirl_dask.tables.rows import (
+    Ints,
     filled_by_group,
     missing_groups,
     once_per_group,
     one_of_each_group,
     rows_at,
     rows_where,
+    split,
     with_values_of_groups,
 )
-from siirl_dask.tables.decoding import decode_array, decode_column, decoded_column, needs_decoding
-from siirl_dask.tables.ranges import Ints, split
 from siirl_dask.tables.stored_rows import (
     read_kept_rows,
     read_stored_rows,

@@ -25,7 +25,9 @@ def decoded_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return the column as it is, or its values one by one where it has runs or lists that are
     views.
     """
-    return decode_column(column, decoded(column.type)) if needs_decoding(column.type) else column
+    if needs_decoding(column.type):
+        return decode_column(column, decoded(column.type))
+    return column
 
 
 def needs_decoding(kind: pa.DataType) -> bool:

@@ -19,8 +19,7 @@ from siirl_storage import (
 
 from siirl_dask.errors import DataError
 from siirl_dask.schema import GROUP_ID, Schema
-from siirl_dask.tables.blobs import rows_where
-from siirl_dask.tables.ranges import split
+from siirl_dask.tables.rows import rows_where, split
 
 _STEP = re.compile(r"step=(\d{6,})", re.ASCII)
 
@@ -35,7 +34,9 @@ def step_of(folder: str) -> int | None:
     folder.
     """
     matched = _STEP.fullmatch(folder)
-    return int(matched[1]) if matched else None
+    if matched:
+        return int(matched[1])
+    return None
 
 
 def step_folder(run_url: str, table: str, step: int) -> str:
@@ -44,7 +45,13 @@ def step_folder(run_url: str, table: str, step: int) -> str:
 
 
 def read_stored_rows(
-    folder: str, schema: Schema, index: int, count: int, max_bytes: int, *, whole: bool = False
+    folder: str,
+    schema: Schema,
+    index: int,
+    count: int,
+    max_bytes: int,
+    *,
+    whole: bool = False,
 ) -> pa.Table:
     """Return the share of worker ``index`` of ``count`` of the rows committed in ``folder``, with
     ``schema``'s columns.
@@ -73,7 +80,9 @@ def read_stored_rows(
     except StorageError as error:
         raise DataError(f"the rows stored in {folder!r} cannot be read: {error}") from error
     rows = pa.concat_tables([schema.empty_table(), *tables])
-    return _own_groups(rows, index, count) if reads_all else rows
+    if reads_all:
+        return _own_groups(rows, index, count)
+    return rows
 
 
 def read_kept_rows(folder: str, index: int, count: int, max_bytes: int) -> pa.Table | None:
@@ -98,7 +107,9 @@ def read_kept_rows(folder: str, index: int, count: int, max_bytes: int) -> pa.Ta
     if not tables:
         return None
     rows = pa.concat_tables(tables)
-    return _own_groups(rows, index, count) if reads_all else rows
+    if reads_all:
+        return _own_groups(rows, index, count)
+    return rows
 
 
 def _own_groups(rows: pa.Table, index: int, count: int) -> pa.Table:
@@ -134,7 +145,13 @@ def _share(record: PartsRecord, index: int, count: int) -> list[tuple[Part, int,
 
 
 def _read(
-    folder: str, part: Part, group: int, *, rows: range, schema: Schema, max_bytes: int
+    folder: str,
+    part: Part,
+    group: int,
+    *,
+    rows: range,
+    schema: Schema,
+    max_bytes: int,
 ) -> pa.Table:
     fs, path = open_fs(join(folder, part.path))
     chosen = None if len(rows) == part.groups[group] else rows
@@ -145,4 +162,6 @@ def _read(
             f"{folder!r} holds rows without {missing}: another DAG or version of siirl_dask wrote "
             "them"
         )
-    return table if table.schema.equals(schema) else table.cast(schema)
+    if table.schema.equals(schema):
+        return table
+    return table.cast(schema)

@@ -158,7 +158,10 @@ def _write(path: Path, grids: Sequence[CellPicture]) -> None:
 
 
 def _warm_start(
-    folder: Path, random: np.random.Generator, accuracy: float, progress: Progress | None
+    folder: Path,
+    random: np.random.Generator,
+    accuracy: float,
+    progress: Progress | None,
 ) -> None:
     """Train the model in ``folder`` until it counts ``accuracy`` of unseen pictures."""
     from siirl_dask.images.processor import ImageProcessor

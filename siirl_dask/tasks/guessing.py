@@ -52,11 +52,17 @@ class Guess:
 
 def hint(secret: str, guess: str) -> str:
     """Return ``>`` where the letter comes after the guess, else ``<``."""
-    return ">" if secret > guess else "<"
+    if secret > guess:
+        return ">"
+    return "<"
 
 
 def write_guessing_task(
-    folder: str | Path, *, seed: int = 0, success: float = 0.42, progress: Progress | None = None
+    folder: str | Path,
+    *,
+    seed: int = 0,
+    success: float = 0.42,
+    progress: Progress | None = None,
 ) -> Task:
     """Write the data, and a model that finds the letter in at least ``success`` of the episodes
     that it samples.
@@ -91,7 +97,9 @@ def demonstration(order: random.Random) -> str:
     high = len(LETTERS)
     text = ""
     for turn in range(_GUESSES):
-        allowed = LETTERS[low:high] if order.random() < _HEEDS else LETTERS
+        allowed = LETTERS
+        if order.random() < _HEEDS:
+            allowed = LETTERS[low:high]
         guess = order.choice(allowed)
         text += guess
         if guess == secret or turn == _GUESSES - 1:
@@ -103,7 +111,10 @@ def demonstration(order: random.Random) -> str:
 
 
 def _warm_start(
-    folder: Path, order: random.Random, success: float, progress: Progress | None
+    folder: Path,
+    order: random.Random,
+    success: float,
+    progress: Progress | None,
 ) -> None:
     """Train the model in ``folder`` until it finds ``success`` of the letters. RunError if it
     never does.

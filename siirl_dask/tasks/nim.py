@@ -53,7 +53,9 @@ class SelfPlay:
         loses.
         """
         speaker = self._speaker
-        other = SECOND if self._speaker == FIRST else FIRST
+        other = FIRST
+        if self._speaker == FIRST:
+            other = SECOND
         taken = move_of(text, self._heap)
         if taken is None or taken == self._heap:
             winner, loser = (other, speaker) if taken is None else (speaker, other)
@@ -95,7 +97,9 @@ class FixedOpponent:
             return self._end(won=taken is not None)
         self._heap -= taken
         self._heap -= opponents_move(self._heap, self._draw)
-        return Step(observation=f" {asked(self._heap)}") if self._heap else self._end(won=False)
+        if self._heap:
+            return Step(observation=f" {asked(self._heap)}")
+        return self._end(won=False)
 
     def _end(self, *, won: bool) -> Step:
         return Step(reward=float(won), done=True)
@@ -113,7 +117,9 @@ def heap_of(row: Mapping[str, Any]) -> int:
 
 def move_of(text: str, heap: int) -> int | None:
     """Return the counters that a turn takes from the heap; None for a turn against the rules."""
-    return int(text) if text in {str(taken) for taken in legal(heap)} else None
+    if text in {str(taken) for taken in legal(heap)}:
+        return int(text)
+    return None
 
 
 def legal(heap: int) -> range:
@@ -126,7 +132,9 @@ def opponents_move(heap: int, draw: random.Random) -> int:
     of the legal moves.
     """
     best = heap % (_MOST + 1)
-    return best if draw.random() < _BEST and best else draw.choice(legal(heap))
+    if draw.random() < _BEST and best:
+        return best
+    return draw.choice(legal(heap))
 
 
 def write_nim_task(folder: str | Path, *, seed: int = 0, progress: Progress | None = None) -> Task:

@@ -32,7 +32,11 @@ def ask_to_sort(response: str, **others: object) -> str:
 
 
 def write_splitting_task(
-    folder: str | Path, *, seed: int = 0, chance: float = 0.4, progress: Progress | None = None
+    folder: str | Path,
+    *,
+    seed: int = 0,
+    chance: float = 0.4,
+    progress: Progress | None = None,
 ) -> Task:
     """Write the data, and a model in ``a`` and ``b`` each that samples the demonstrated line with
     ``chance``.

@@ -22,11 +22,10 @@ from transformers import (
 )
 
 from siirl_dask.models.loading import no_progress_bars
+from siirl_dask.tasks.vocabulary import VOCABULARY
 
 PAD = "<|pad|>"
 END = "<|end|>"
-VOCABULARY = 264
-"""256 bytes, the two special tokens, and room up to a multiple of 8."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% "

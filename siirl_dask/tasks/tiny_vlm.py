@@ -24,7 +24,8 @@ from transformers import (
 
 from siirl_dask.images.families import VlmFamily
 from siirl_dask.models.loading import no_progress_bars
-from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_tokenizer
+from siirl_dask.tasks.tiny_model import tiny_tokenizer
+from siirl_dask.tasks.vocabulary import VOCABULARY
 
 PATCH = 4
 MERGE = 2

@@ -41,7 +41,9 @@ def warm_start(
     What counts are greedy answers; with ``sampled`` the chance to sample the demonstrated one at
     temperature 1.
     """
-    measure = _chance if sampled else right_share
+    measure = right_share
+    if sampled:
+        measure = _chance
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def encode(examples: Sequence[tuple[str, str]]) -> tuple[Tensor, Tensor]:
@@ -103,7 +105,11 @@ def train_until(
         model = model_class(str(folder), f"the model in {folder}").from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=_LR, betas=_BETAS, weight_decay=0.0, fused=True
+        model.parameters(),
+        lr=_LR,
+        betas=_BETAS,
+        weight_decay=0.0,
+        fused=True,
     )
     reached = 0.0
     for step in range(1, most_steps + 1):
@@ -122,7 +128,10 @@ def train_until(
 
 
 def _learn(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Shown, lr: float
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    batch: Shown,
+    lr: float,
 ) -> None:
     inputs, labels = batch
     logits = _logits(model, inputs)

@@ -34,7 +34,8 @@ from siirl_dask.rollout import (
     Sampling,
     TakesAdapters,
 )
-from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, VOCABULARY, tiny_model
+from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, tiny_model
+from siirl_dask.tasks.vocabulary import VOCABULARY
 from siirl_dask.testing.in_flight import InFlightTests
 from siirl_dask.testing.reference_model import load_model, response_logprobs, response_scores
 from siirl_dask.testing.weight_streams import WeightStreamTests
@@ -236,7 +237,10 @@ class EngineTests(WeightStreamTests, InFlightTests):
             assert scores.argmax(-1).tolist() == sample.token_ids
 
     def test_new_weights_are_used(
-        self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
+        self,
+        engine: RolloutEngine,
+        model: PreTrainedModel,
+        other_model: PreTrainedModel,
     ) -> None:
         prompts = _prompts(6)
         sampling = Sampling(max_tokens=6)

@@ -141,7 +141,11 @@ class EnvironmentsTests:
         return {"prompt": "count", "answer": str(answer), "marks": str(marks)}
 
     def play(
-        self, session: Session, answers: Answers, marks: Path, order: list[int]
+        self,
+        session: Session,
+        answers: Answers,
+        marks: Path,
+        order: list[int],
     ) -> dict[int, list[Answer]]:
         """Play the episodes of these numbers to their ends, each turn of all before the next."""
         for episode in order:

@@ -62,7 +62,10 @@ def picture(seed: int, width: int, height: int) -> Image:
 
 
 def image_requests(
-    folder: Path, processor: ImageProcessor, count: int, sampling: Sampling
+    folder: Path,
+    processor: ImageProcessor,
+    count: int,
+    sampling: Sampling,
 ) -> list[GenerationRequest]:
     """Return requests of 0 to 2 images each, of several sizes, some of which are resized."""
     tokenizer = load_tokenizer(str(folder), "folder")
@@ -124,7 +127,9 @@ def response_logprobs(
     model.model.rope_deltas = None  # of the row before
     read = model(input_ids=prompt, use_cache=True, **shown)
     rest = model(
-        input_ids=torch.tensor([[*response]]), past_key_values=read.past_key_values, use_cache=True
+        input_ids=torch.tensor([[*response]]),
+        past_key_values=read.past_key_values,
+        use_cache=True,
     )
     logits = torch.cat([read.logits[0, -1:], rest.logits[0, :-1]])
     heat = request.sampling.temperature

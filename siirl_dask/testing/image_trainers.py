@@ -51,7 +51,11 @@ class ImageTrainerTests:
 
     @classmethod
     def make_trainer(
-        cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank
+        cls,
+        folder: Path,
+        config: TrainerConfig,
+        temperature: float,
+        rank: Rank,
     ) -> Trainer:
         raise NotImplementedError
 
@@ -232,5 +236,8 @@ def _batch(trainer: Trainer, rows: PackedRows) -> TrainBatch:
     """Make a batch whose old log-probs are the policy's current ones."""
     logprobs = trainer.logprobs(rows).logprobs
     return TrainBatch(
-        rows=rows, old_logprobs=logprobs, advantages=signs(rows), rollout_logprobs=logprobs
+        rows=rows,
+        old_logprobs=logprobs,
+        advantages=signs(rows),
+        rollout_logprobs=logprobs,
     )

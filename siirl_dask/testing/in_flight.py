@@ -60,11 +60,12 @@ class InFlightTests:
 
     tolerance: float
     """Largest difference of log-probs from a plain forward pass in float32."""
-    takes_weights_in_flight = True
-    """Whether an engine with ``serve_in_flight`` is asked to use it; a rank of several is not."""
 
     def test_rows_go_on_under_new_weights_as_continued_ones(
-        self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
+        self,
+        engine: RolloutEngine,
+        model: PreTrainedModel,
+        other_model: PreTrainedModel,
     ) -> None:
         """Tokens and log-probs to the bit: the same rows are continued together."""
         models = {0: model, 7: other_model, 8: model}
@@ -90,7 +91,10 @@ class InFlightTests:
                     assert got.finish_reason is expected.finish_reason
 
     def test_rows_that_begin_under_new_weights_have_none_of_older_ones(
-        self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
+        self,
+        engine: RolloutEngine,
+        model: PreTrainedModel,
+        other_model: PreTrainedModel,
     ) -> None:
         models = {0: model, 7: other_model, 8: model}
         requests = _requests(24)
@@ -133,7 +137,7 @@ class InFlightTests:
         """Return what an engine samples while weights arrive, its versions in order. Skips the test
         of one that takes none.
         """
-        if not self.takes_weights_in_flight or not isinstance(engine, LoadsInFlight):
+        if not isinstance(engine, LoadsInFlight):
             pytest.skip("it takes new weights between its calls alone")
         weights = ScriptedWeights(engine, models, [*updates])
         engine.serve_in_flight(queue, weights)

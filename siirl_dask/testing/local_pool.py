@@ -31,20 +31,18 @@ from siirl_dask.context import Device, Metric, Rank
 from siirl_dask.coordinator import Dataset
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.databuffer.limits import BufferLimits
-from siirl_dask.coordinator.databuffer.slots import Window
+from siirl_dask.coordinator.databuffer.serving import Window
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.observe import merge
 from siirl_dask.planner import Iteration, Phase, Plan, Stream
 from siirl_dask.trace import Recorder
-from siirl_dask.worker.executor import ChainRun
+from siirl_dask.worker.executor import ChainRun, WorkerRuntime
+from siirl_dask.worker.lagged import PastIterations
 from siirl_dask.worker.monitoring.profiling import Profiling
 from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.node_call import NodeCalls
-from siirl_dask.worker.past_iterations import PastIterations
-from siirl_dask.worker.peers.shared_items import ExpectedWork
-from siirl_dask.worker.peers.work_stealing import StealableQueues, StealService
-from siirl_dask.worker.runtime import WorkerRuntime
+from siirl_dask.worker.peers.work_stealing import ExpectedWork, StealableQueues, StealService
 from siirl_dask.worker.stages import PlainWriter
 from siirl_dask.worker.stop import StopFlag
 from siirl_dask.worker.weight_broadcast import Broadcast

@@ -23,7 +23,10 @@ _TIMEOUT = timedelta(seconds=180)
 
 
 def run_ranks(
-    size: int, function: Callable[[Rank], Any], folder: Path, kind: DeviceKind = DeviceKind.CPU
+    size: int,
+    function: Callable[[Rank], Any],
+    folder: Path,
+    kind: DeviceKind = DeviceKind.CPU,
 ) -> list[Any]:
     """Call ``function(rank)`` in ``size`` new processes that share a process group on loopback.
     Returns their results.

@@ -28,7 +28,10 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def response_scores(
-    model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    temperature: float = 1.0,
 ) -> Tensor:
     """Return log-probs of the whole vocabulary at each response position. [len(response), V],
     with gradient.
@@ -38,7 +41,10 @@ def response_scores(
 
 
 def response_logprobs(
-    model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    temperature: float = 1.0,
 ) -> Tensor:
     """Return the log-prob of each response token. [len(response)], with gradient."""
     scores = response_scores(model, prompt, response, temperature)

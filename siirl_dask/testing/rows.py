@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from siirl_dask.context import Context, Device, Rank, Reduce
 from siirl_dask.planner import columns
 from siirl_dask.schema import RESPONSE_IDS, TOKENS, TYPES, fields
-from siirl_dask.tasks.tiny_model import VOCABULARY
+from siirl_dask.tasks.vocabulary import VOCABULARY
 from siirl_dask.training import Critic, PackedRows, TrainBatch, Trainer
 
 Lengths = Sequence[tuple[int, int]]
@@ -163,7 +163,10 @@ def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def batch_of(
-    trainer: Trainer, rows: PackedRows, advantages: Tensor | None = None, mask: Tensor | None = None
+    trainer: Trainer,
+    rows: PackedRows,
+    advantages: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> TrainBatch:
     """Make a batch whose old log-probs are the policy's current ones."""
     logprobs = trainer.logprobs(rows).logprobs

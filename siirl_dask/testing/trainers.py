@@ -70,7 +70,11 @@ class TrainerTests(TrainerStateTests):
 
     @classmethod
     def make_trainer(
-        cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank
+        cls,
+        folder: Path,
+        config: TrainerConfig,
+        temperature: float,
+        rank: Rank,
     ) -> Trainer:
         raise NotImplementedError
 

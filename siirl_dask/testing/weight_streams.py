@@ -23,7 +23,10 @@ class WeightStreamTests:
     """Tests of ``load_weights`` with a WeightStream. They use the fixtures of EngineTests."""
 
     def test_a_weight_stream_is_loaded_as_it_arrives_and_freed(
-        self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
+        self,
+        engine: RolloutEngine,
+        model: PreTrainedModel,
+        other_model: PreTrainedModel,
     ) -> None:
         memory: dict[str, weakref.ref[object]] = {}
 
@@ -48,7 +51,10 @@ class WeightStreamTests:
 
     @pytest.mark.parametrize("wrong", ["missing", "unknown", "misshaped"])
     def test_a_weight_stream_that_does_not_fit_is_refused_at_once(
-        self, engine: RolloutEngine, model: PreTrainedModel, wrong: str
+        self,
+        engine: RolloutEngine,
+        model: PreTrainedModel,
+        wrong: str,
     ) -> None:
         def arriving() -> Iterator[tuple[str, Tensor]]:
             pytest.fail("a tensor was asked for")

@@ -172,7 +172,11 @@ def _built(build: Callable[[RoleRequest], T] | None, request: RoleRequest, role:
 
 @builds(preflight=check_reward_model)
 def build_reward_model(
-    device: Device, rank: Rank, *, model: ModelConfig, max_tokens_per_batch: int = 16384
+    device: Device,
+    rank: Rank,
+    *,
+    model: ModelConfig,
+    max_tokens_per_batch: int = 16384,
 ) -> RewardModel:
     """Build the sequence classifier in ``model.path``. A batch holds ``max_tokens_per_batch``
     tokens, padding included.
@@ -186,13 +190,20 @@ def build_reward_model(
     model = local_model(model, device)
     with device.stage("the loading of weights"):
         return TorchRewardModel(
-            model, device=device.torch_name, budget=max_tokens_per_batch, progress=device.progress
+            model,
+            device=device.torch_name,
+            budget=max_tokens_per_batch,
+            progress=device.progress,
         )
 
 
 @builds(preflight=check_encoder)
 def build_encoder(
-    device: Device, rank: Rank, *, model: ModelConfig, max_tokens: int = 512
+    device: Device,
+    rank: Rank,
+    *,
+    model: ModelConfig,
+    max_tokens: int = 512,
 ) -> TextEncoder:
     """Build the model in ``model.path`` that encodes texts, of which it reads the first
     ``max_tokens`` tokens.
@@ -206,5 +217,8 @@ def build_encoder(
     model = local_model(model, device)
     with device.stage("the loading of weights"):
         return TorchTextEncoder(
-            model, device=device.torch_name, max_tokens=max_tokens, progress=device.progress
+            model,
+            device=device.torch_name,
+            max_tokens=max_tokens,
+            progress=device.progress,
         )

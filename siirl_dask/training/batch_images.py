@@ -85,7 +85,10 @@ class ImageInputs:
 
     @classmethod
     def load(
-        cls, path: str, images: ImagesConfig | None, model: PreTrainedModel
+        cls,
+        path: str,
+        images: ImagesConfig | None,
+        model: PreTrainedModel,
     ) -> ImageInputs | None:
         """Return the inputs of the model in the folder ``path``; None where no images are read
         (``images.column``).
@@ -94,7 +97,9 @@ class ImageInputs:
         """
         processor = load_processor(path, images)
         below: Any = model.base_model  # without the head, which a critic drops
-        return None if processor is None else cls(processor, below)
+        if processor is None:
+            return None
+        return cls(processor, below)
 
     def tokens(self, image: Image) -> int:
         """Return the number of the image's tokens, from its header alone."""
@@ -129,7 +134,11 @@ class ImageInputs:
                 )
 
     def layout(
-        self, rows: PackedRows, start: int, stop: int, prompts: Tensor
+        self,
+        rows: PackedRows,
+        start: int,
+        stop: int,
+        prompts: Tensor,
     ) -> ImageLayout | None:
         """Lay out the images of the rows from ``start`` to ``stop``; None if they show none.
 
@@ -162,13 +171,22 @@ class ImageInputs:
             begin = int(rows.offsets[row]) - first
             end = int(rows.offsets[row + 1]) - first
             prompt = int(rows.prompt_lengths[row])
-            length = end - begin if own else prompt
+            length = prompt
+            if own:
+                length = end - begin
             if known is None or number != last or own:
                 ids = rows.tokens[first + begin : first + begin + length].tolist()
                 known = self._begin(
-                    ids, prompt, images=images, observed=own, begins=begins, row=row
+                    ids,
+                    prompt,
+                    images=images,
+                    observed=own,
+                    begins=begins,
+                    row=row,
                 )
-                last = -1 if own else number
+                last = number
+                if own:
+                    last = -1
             found[:, begin : begin + length] = known.positions[:, :-1]
             found[:, begin + length : end] = known.positions[:, -1:] + torch.arange(
                 end - begin - length

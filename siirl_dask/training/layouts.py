@@ -19,15 +19,19 @@ from siirl_dask.training.specs import TRAINER_KEYS, TRAINERS, TrainerSpec, train
 
 
 def check_layout(trainer: TrainerConfig, model: ModelConfig, workers: int) -> None:
-    """Check that the backend reads the options of ``trainer``, and that its layout fits the role's
-    workers and the model.
+    """Check that the backend reads the options of ``trainer``, that its layout fits the role's
+    workers and the model, and that the model is one that it can load.
 
     ConfigError if not. A model that is not on this machine is checked by the workers when they
     build the role.
     """
     spec = trainer_spec(trainer.backend)
-    # options of these are checked where the configuration is made
-    if trainer.backend not in TRAINERS:
+    if trainer.backend in TRAINERS:
+        # their options are checked where the configuration is made
+        from siirl_dask.models.weight_files import check_weights  # torch, which takes seconds
+
+        check_weights(model.path)
+    else:
         _check_read(trainer, spec)
     spec.check(trainer, model, workers)
 
@@ -205,7 +209,9 @@ def check_heads(trainer: TrainerConfig, path: str) -> None:
     tensor = trainer.fsdp.tensor_parallel
     if sequence == tensor == 1:
         return
-    key = "sequence_parallel" if sequence > 1 else "tensor_parallel"
+    key = "tensor_parallel"
+    if sequence > 1:
+        key = "sequence_parallel"
     check_all_attend(path, max(sequence, tensor), key)
     widths = read_widths(path)
     if widths is None:

@@ -45,7 +45,9 @@ class TokenSelection:
 
     def from_micro_batch(self, values: Tensor) -> Tensor:
         """Select from the micro-batch's numbers. [K] -> [S]."""
-        return values if self.mask is None else values[self.mask]
+        if self.mask is None:
+            return values
+        return values[self.mask]
 
     def from_batch(self, values: Tensor) -> Tensor:
         """Select from the whole batch's numbers, and move them to the micro-batch's device.
@@ -91,7 +93,11 @@ def loss_inputs(
 
 
 def policy_losses(
-    loss_fn: LossFn, batch: TrainBatch, part: MicroBatch, logprobs: Tensor, entropy: Tensor
+    loss_fn: LossFn,
+    batch: TrainBatch,
+    part: MicroBatch,
+    logprobs: Tensor,
+    entropy: Tensor,
 ) -> tuple[TokenLoss, Tensor]:
     """Return the losses of the selected tokens of a micro-batch, [S], and their row offsets,
     [R + 1].
@@ -374,7 +380,11 @@ class Learner:
 
 
 def _weights(
-    batch: Batch, first: int, offsets: Tensor, totals: Totals, aggregate: Aggregation
+    batch: Batch,
+    first: int,
+    offsets: Tensor,
+    totals: Totals,
+    aggregate: Aggregation,
 ) -> Tensor:
     """Return the weight of each selected token of the rows from row ``first`` on. [R + 1] ->
     [S].

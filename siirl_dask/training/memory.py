@@ -21,6 +21,7 @@ from siirl_dask.config import Dtype, TrainerConfig, parse_bytes
 from siirl_dask.models.architecture import Architecture, Tower
 from siirl_dask.models.shapes import ModelSize
 from siirl_dask.planner import Footprint
+from siirl_dask.training.model.logprobs import logits_rows
 from siirl_dask.training.specs import Division, TrainerMemory, division_of, trainer_spec
 
 FLOAT32 = 4
@@ -28,10 +29,6 @@ BFLOAT16 = 2
 GRADIENTS = "gradients"
 IN_FLOAT32 = " in float32"  # how parts end that weights are made of
 FROZEN = f"frozen weights{IN_FLOAT32}"
-# bytes of a block of float32 logits, on a CPU and elsewhere
-_LOGITS = {True: 64 * 2**20, False: 256 * 2**20}
-# of a block, since each block of r rows reads and writes [K, D] sums for its K r D products
-_LEAST_ROWS = 1024
 _PIXELS = 3 * 2 * 16 * 16  # numbers of a patch: three colours, two frames
 _BLOCKS = 2  # log-probs, which their gradient replaces, and its factor
 
@@ -83,12 +80,16 @@ class ModelOnWorkers:
     @property
     def image_tokens(self) -> int:
         """Most tokens of images in a micro-batch."""
-        return int(self.tokens * self.image_share) if self.tower is not None else 0
+        if self.tower is not None:
+            return int(self.tokens * self.image_share)
+        return 0
 
     @property
     def narrow(self) -> int:
         """Bytes of a number in matrix products, and of hidden states."""
-        return BFLOAT16 if self.dtype is Dtype.bfloat16 else FLOAT32
+        if self.dtype is Dtype.bfloat16:
+            return BFLOAT16
+        return FLOAT32
 
     @property
     def root(self) -> int:
@@ -105,19 +106,13 @@ class ModelOnWorkers:
         return not self.adapters
 
 
-def logits_rows(tokens: int, hidden: int, vocabulary: int, *, on_cpu: bool) -> int:
-    """Return the rows of the head [V, D] whose logits are computed at once for so many tokens.
-
-    Neither the logits nor these rows take more than a block, unless there are very many tokens.
-    """
-    return min(vocabulary, max(_LEAST_ROWS, _LOGITS[on_cpu] // (FLOAT32 * max(tokens, hidden))))
-
-
 def footprint(model: ModelOnWorkers) -> Footprint:
     """Return the memory of the model on one worker with an accelerator, without remedies."""
     held = held_bytes(model)
     working = working_bytes(model)
-    loading = FLOAT32 * model.size.total if model.memory.replicated else 0
+    loading = 0
+    if model.memory.replicated:
+        loading = FLOAT32 * model.size.total
     if model.trainer.fsdp.offload:
         return Footprint(working=working, host=held)
     weights = tuple(part for part in held if part.endswith(IN_FLOAT32))
@@ -125,7 +120,9 @@ def footprint(model: ModelOnWorkers) -> Footprint:
         return Footprint(held=held, working=working, moves=weights, loading=loading)
     parks = {part: 0 if part == GRADIENTS else size for part, size in held.items()}
     one = Footprint(held=held, working=working, moves=weights, parks=parks, loading=loading)
-    return one.parked() if model.trainer.park else one
+    if model.trainer.park:
+        return one.parked()
+    return one
 
 
 def held_bytes(model: ModelOnWorkers) -> dict[str, int]:
@@ -147,9 +144,12 @@ def held_in_float32(model: ModelOnWorkers) -> dict[str, int]:
         return {f"weights{IN_FLOAT32}": share(whole, FLOAT32)}
     learned = model.adapters if model.adapters else whole - model.frozen
     parts: dict[str, int] = {}
-    if frozen := whole if model.adapters else model.frozen:
+    frozen = whole if model.adapters else model.frozen
+    if frozen:
         parts[FROZEN] = share(frozen, FLOAT32)
-    named = "adapters" if model.adapters else "weights"
+    named = "weights"
+    if model.adapters:
+        named = "adapters"
     parts |= {
         f"{named}{IN_FLOAT32}": share(learned, FLOAT32),
         GRADIENTS: share(learned, FLOAT32),
@@ -225,7 +225,9 @@ def _copied(model: ModelOnWorkers) -> dict[str, int]:
     if model.narrow == FLOAT32:
         return {}
     layers = model.size.total - model.root
-    copied = model.size.layer if model.trainer.gradient_checkpointing and model.adapters else layers
+    copied = layers
+    if model.trainer.gradient_checkpointing and model.adapters:
+        copied = model.size.layer
     return {"weights in bfloat16": model.narrow * (copied if model.learns else model.size.layer)}
 
 
@@ -282,7 +284,9 @@ def layer_bytes(model: ModelOnWorkers) -> int:
     division = model.division
     norms = 2 * (FLOAT32 + 2 * narrow) * one.hidden // division.norms
     attention = narrow * 2 * (one.queries + one.keys) + FLOAT32 * one.heads
-    heads = (FLOAT32 + narrow) * (one.queries + one.keys) if one.normed_heads else 0
+    heads = 0
+    if one.normed_heads:
+        heads = (FLOAT32 + narrow) * (one.queries + one.keys)
     feed_forward = narrow * (4 * one.inner + 2 * one.chosen * one.hidden)
     return norms + (attention + heads + feed_forward) // division.layer
 

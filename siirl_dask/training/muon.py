@@ -39,7 +39,10 @@ class WholeMatrices:
     """
 
     def __init__(
-        self, parts: Mapping[str, Tensor], rates: Mapping[str, float], weight_decay: float
+        self,
+        parts: Mapping[str, Tensor],
+        rates: Mapping[str, float],
+        weight_decay: float,
     ) -> None:
         """``parts``, [rows, columns] or a stack of these, have their gradients. ``rates`` are as
         for ``Optimizer``.
@@ -56,8 +59,11 @@ class WholeMatrices:
         """Step along the gradients, which all ranks of ``group`` have alike; None is a group of
         one. All its ranks must call. ``waiting()`` is entered for what waits for them.
         """
-        ranks = 1 if group is None else dist.get_world_size(group)
-        own = 0 if group is None else dist.get_rank(group)
+        ranks = 1
+        own = 0
+        if group is not None:
+            ranks = dist.get_world_size(group)
+            own = dist.get_rank(group)
         shares = [self._by_size[rank::ranks] for rank in range(ranks)]
         for rank, names in enumerate(shares):
             if rank == own:
@@ -170,7 +176,9 @@ class ShardedMatrices:
         sent = [len(direction) for direction in directions]
         sent += [0] * (self._ranks - len(names))
         received = [0] * self._ranks
-        own = names[self._rank] if self._rank < len(names) else None
+        own = None
+        if self._rank < len(names):
+            own = names[self._rank]
         if own is not None:
             rows, columns = self._parameters[own].shape
             received = [count * columns for count in _rows_of_ranks(rows, self._ranks)]
@@ -206,7 +214,9 @@ class ShardedMatrices:
 
 def _matrices(part: Tensor) -> Sequence[Tensor]:
     """Return the matrices of a stack, as views, or the matrix."""
-    return part.unbind() if part.ndim > 2 else [part]
+    if part.ndim > 2:
+        return part.unbind()
+    return [part]
 
 
 def _rows_of_ranks(rows: int, ranks: int) -> list[int]:
@@ -224,6 +234,11 @@ def _stepped(direction: Tensor, lr: float) -> Tensor:
     step = torch.zeros_like(direction)
     step.grad = direction
     torch.optim.Muon(
-        [step], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn=_SCALE
+        [step],
+        lr=lr,
+        weight_decay=0.0,
+        momentum=0.0,
+        nesterov=False,
+        adjust_lr_fn=_SCALE,
     ).step()
     return step

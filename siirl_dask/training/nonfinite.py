@@ -40,7 +40,8 @@ class Examination:
         count = len(offsets) - 1
         bad = False
         for name, numbers in {"loss": result.loss, **result.metrics}.items():
-            if rows := _rows_of(numbers, offsets):
+            rows = _rows_of(numbers, offsets)
+            if rows:
                 self.rows.setdefault(name, []).extend(self._row + row for row in rows)
                 bad = True
         if self._was_finite and not isfinite(float(self._gradients.squares())):

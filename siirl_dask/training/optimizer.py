@@ -92,18 +92,18 @@ class Optimizer:
         self._by_torch = (
             choose_operators(config.operators, device.type, liger=False)["adamw"] != PLUGIN
         )
-        self._ema = (
-            {name: part.clone() for name, part in self._parts.items()}
-            if config.keeps_average
-            else {}
-        )
+        self._ema = {}
+        if config.keeps_average:
+            self._ema = {name: part.clone() for name, part in self._parts.items()}
 
     @property
     def lr(self) -> float:
         """Learning rate of the last step, but for parameters with their own; before the first,
         the configured one.
         """
-        return learning_rate(self._config, max(1, self.steps)) if self.steps else self._config.lr
+        if self.steps:
+            return learning_rate(self._config, max(1, self.steps))
+        return self._config.lr
 
     def step(self, group: Any = None, waiting: Waiting = nullcontext) -> None:
         """Update parameters and moving averages from ``gradients``.
@@ -311,4 +311,6 @@ class FlatGradients:
 
 def _squares(tensors: Iterable[Tensor]) -> Tensor:
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    if norms:
+        return torch.stack(norms).square().sum()
+    return torch.zeros((), dtype=torch.float64)

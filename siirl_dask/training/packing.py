@@ -147,7 +147,11 @@ def response_offsets(rows: PackedRows) -> Tensor:
 
 
 def micro_batches(
-    rows: PackedRows, budget: int, *, share: bool = True, inputs: ImageInputs | None = None
+    rows: PackedRows,
+    budget: int,
+    *,
+    share: bool = True,
+    inputs: ImageInputs | None = None,
 ) -> list[MicroBatch]:
     """Cut rows, in their order, into the fewest micro-batches of at most ``budget`` tokens, as even
     as possible.
@@ -250,7 +254,9 @@ def _pack(
     # [R], where each row begins in the pack
     place = torch.empty_like(begins).scatter_(0, order, packed_begins)
     predicting = place.repeat_interleave(counts) + in_row - 1
-    shown = None if rows.images is None else rows.images.of_row[start:stop]
+    shown = None
+    if rows.images is not None:
+        shown = rows.images.of_row[start:stop]
     group = same_prompts(rows.tokens, begins, prompts[start:stop], shown, rows.routes)
     shared = None
     if share and stop - start > 1:

@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 
 from siirl_dask.devices import accelerator
-from siirl_dask.devices.host_memory import host_memory
+from siirl_dask.devices.accelerator import host_memory
 from siirl_dask.training.learner import Learner
 from siirl_dask.training.parallel.dtensor import like_dtensor, local
 
@@ -82,7 +82,9 @@ class Parked:
     def here(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` itself, or while it waits the same over the host's copy."""
         part = local(tensor)
-        copy = self._copies.get(_key(part)) if self._waiting else None
+        copy = None
+        if self._waiting:
+            copy = self._copies.get(_key(part))
         if copy is None:
             return tensor
         flat = copy.view(part.dtype)
@@ -118,7 +120,11 @@ class ModelMemory:
     """
 
     def __init__(
-        self, weights: Iterable[nn.Parameter], learner: Learner | None, *, park: bool
+        self,
+        weights: Iterable[nn.Parameter],
+        learner: Learner | None,
+        *,
+        park: bool,
     ) -> None:
         """``weights`` have been made parkable before the learner was built."""
         self._weights = Parked(weights if park else ())
@@ -126,7 +132,9 @@ class ModelMemory:
         if park and learner is not None:
             state = learner.state_tensors()
         self._state = Parked(state)
-        self._gradients = Scratch(learner.gradients) if park and learner is not None else None
+        self._gradients = None
+        if park and learner is not None:
+            self._gradients = Scratch(learner.gradients)
 
     def score(self) -> None:
         """Have the weights on the device."""

@@ -73,7 +73,11 @@ def frozen_parts(
 
 
 def check_parts(
-    trainer: TrainerConfig, family: ImageFamily | None, path: str, *, sees_images: bool
+    trainer: TrainerConfig,
+    family: ImageFamily | None,
+    path: str,
+    *,
+    sees_images: bool,
 ) -> None:
     """Raise ConfigError for options of parts that the model in ``path`` lacks, or that leave
     nothing to learn.
@@ -99,7 +103,9 @@ def check_parts(
             {VisionPart.encoder, VisionPart.projector} if part is VisionPart.visual else {part}
         )
     if not learns:
-        unseen = "" if sees_images else ", and the tower sees no images (images.column)"
+        unseen = ", and the tower sees no images (images.column)"
+        if sees_images:
+            unseen = ""
         raise ConfigError(
             f"trainer.freeze={[*map(str, trainer.freeze)]}{unseen}: nothing of the model is left "
             "to learn"
@@ -132,7 +138,8 @@ def check_no_split_images(trainer: TrainerConfig, images: ImagesConfig | None) -
             "images; take trainer.backend=fsdp"
         )
     for option in ("sequence_parallel", "tensor_parallel"):
-        if (ranks := getattr(trainer.fsdp, option)) > 1:
+        ranks = getattr(trainer.fsdp, option)
+        if ranks > 1:
             raise ConfigError(
                 f"trainer.fsdp.{option}={ranks} with {images.source}: rows that show images are "
                 "not split over workers; leave it out (trainer.fsdp.offload and "

@@ -1,4 +1,6 @@
-"""The Trainers: a reference that scores and a policy that also learns, on any ModelBackend."""
+"""The Trainers on any ModelBackend: a reference that scores, a policy that also learns; and what
+a critic has in common with both.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,144 @@ from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.routing import Routing
 from siirl_dask.training.learner import Learner, in_turn, policy_losses
-from siirl_dask.training.model.heads import PolicyNetwork
-from siirl_dask.training.model.replay import with_routes
+from siirl_dask.training.model.heads import PolicyNetwork, ValueNetwork
 from siirl_dask.training.model.shared_base import AgentNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
 from siirl_dask.training.parallel.dtensor import copy_state
 from siirl_dask.training.parking import ModelMemory, make_parkable
-from siirl_dask.training.trainer import OnNonFinite, PackedRows, ScoresOnly, TokenScores, TrainBatch
+from siirl_dask.training.trainer import (
+    OnNonFinite,
+    PackedRows,
+    ScoresOnly,
+    TokenScores,
+    TrainBatch,
+    with_routes,
+)
 
 
-class Reference(HoldsNoGroups, ScoresOnly):
+class TorchRole(HoldsNoGroups):
+    """A network on a backend, with a Learner where it learns: its weights, its state, and the
+    memory of both.
+    """
+
+    _network: Any
+
+    def __init__(
+        self,
+        backend: ModelBackend,
+        network: PolicyNetwork | ValueNetwork | AgentNetwork,
+        dtype: torch.dtype,
+        *,
+        park: bool,
+    ) -> None:
+        """``weights()`` are in ``dtype``. With ``park`` the model is in the host's memory while it
+        sleeps.
+        """
+        self._backend = backend
+        self._network = network
+        self._dtype = dtype
+        self._park = park
+        if park:
+            make_parkable(network.parameters())
+        self._learner: Learner | None = None
+        self._memory = ModelMemory(network.parameters(), None, park=park)
+
+    def _learn(
+        self,
+        trainer: TrainerConfig,
+        rank: Rank,
+        *,
+        waiting: Callable[[], AbstractContextManager[object]],
+        cores: int,
+    ) -> Learner:
+        """Begin to learn the parameters that the network calls trainable. ``waiting()`` is entered
+        for what waits for other ranks; ``cores`` as for ``Optimizer``.
+        """
+        parameters = self._network.trainable()
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        learner = Learner(
+            parameters,
+            trainer,
+            rank,
+            rates=self._network.rates(),
+            shard_ranks=self._backend.shard_ranks,
+            matrices=self._network.matrices(),
+            waiting=waiting,
+            cores=cores,
+        )
+        self._learner = learner
+        self._memory = ModelMemory(self._network.parameters(), learner, park=self._park)
+        return learner
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every full parameter, adapters merged, tied ones once.
+
+        Parameters that are neither sharded nor converted are live: copy what you keep.
+        """
+        self._memory.score()
+        return full_weights(self._network.merged({}), self._backend.device, self._dtype)
+
+    def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the moving averages of the weights like ``weights()``; nothing where none are
+        kept.
+        """
+        if self._learner is None:
+            return iter(())
+        self._memory.average()
+        averages = dict(self._learner.ema())
+        named = ()
+        if averages:
+            named = self._network.merged(averages)
+        return full_weights(named, self._backend.device, self._dtype)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of ``Trainer.state``; of what never learns only ``model`` has
+        entries.
+        """
+        learned: dict[str, Any] = {"optimizer": {}, "progress": {}}
+        if self._learner is not None:
+            learned = self._learner.state()
+        parameters = self._network.trainable()
+        model = {name: parameter.detach() for name, parameter in parameters.items()}
+        state: dict[str, Any] = self._memory.where_it_is({"model": model, **learned})
+        return state
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resume from ``state``; see ``Trainer.load_state``."""
+        own = self.state()
+        copy_state(own["model"], state["model"], "model")
+        if self._learner is not None:
+            copy_state(own["optimizer"], state["optimizer"], "optimizer")
+            self._learner.resume(state["progress"])
+        self._memory.loaded()
+
+    def sleep(self, **unused: bool) -> None:
+        """Free device memory while others compute there, with ``park``. Any other call wakes the
+        model.
+        """
+        self._network.reshard()
+        self._memory.rest()
+
+    def leave_groups(self) -> bool:
+        if self._learner is not None:
+            self._learner.leave_group()
+        return not self._backend.holds_groups
+
+    def join_groups(self, rank: Rank) -> None:
+        if self._learner is not None:
+            self._learner.join_group(rank)
+
+    def close(self) -> None:
+        """Free the weights; nothing else is possible."""
+        self._memory.close()
+        del self._network, self._learner, self._memory
+
+
+class Reference(TorchRole, ScoresOnly):
     """A Trainer that scores and never learns."""
+
+    _network: PolicyNetwork | AgentNetwork
 
     def __init__(
         self,
@@ -45,24 +174,21 @@ class Reference(HoldsNoGroups, ScoresOnly):
         one that learns. ``network`` is there already, and is not the trainer's alone. With
         ``routing`` rows must have routes, which the model replays; else it chooses experts itself.
         """
-        self._backend = backend
-        self._dtype = torch_dtype(model.dtype, backend.device)
         self._routing = routing
-        make = partial(
-            PolicyNetwork,
-            temperature=temperature,
-            float32_head=model.float32_head,
-            trainer=trainer,
-            routing=routing,
-        )
-        self._network: PolicyNetwork | AgentNetwork
+        used: PolicyNetwork | AgentNetwork
         if network is None:
-            self._network = backend.network(make).requires_grad_(False)
+            make = partial(
+                PolicyNetwork,
+                temperature=temperature,
+                float32_head=model.float32_head,
+                trainer=trainer,
+                routing=routing,
+            )
+            used = backend.network(make).requires_grad_(False)
         else:
-            self._network = network
-        if park:
-            make_parkable(self._network.parameters())
-        self._memory = ModelMemory(self._network.parameters(), None, park=park)
+            used = network
+        dtype = torch_dtype(model.dtype, backend.device)
+        super().__init__(backend, used, dtype, park=park)
 
     def logprobs(self, rows: PackedRows) -> TokenScores:
         """Score the response tokens under the current weights, without gradient."""
@@ -84,14 +210,6 @@ class Reference(HoldsNoGroups, ScoresOnly):
             torch.cat(logprobs).cpu(), torch.cat(entropy).cpu(), torch.cat(collision).cpu()
         )
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full parameter in ``model.dtype``, adapters merged, tied ones once.
-
-        Parameters that are neither sharded nor converted are live: copy what you keep.
-        """
-        self._memory.score()
-        return full_weights(self._network.merged({}), self._backend.device, self._dtype)
-
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full adapter in float32; nothing without adapters. Live as those of
         ``weights()``.
@@ -100,40 +218,6 @@ class Reference(HoldsNoGroups, ScoresOnly):
         learned = self._network.trainable()
         adapters = [(name, tensor) for name, tensor in learned.items() if is_adapter(name)]
         return full_weights(adapters, self._backend.device, torch.float32)
-
-    def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield nothing: a reference has no moving averages."""
-        return iter(())
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of ``Trainer.state``; only ``model`` has entries."""
-        state: dict[str, Any] = self._memory.where_it_is(
-            {"model": self._model(), "optimizer": {}, "progress": {}}
-        )
-        return state
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state``; see ``Trainer.load_state``."""
-        copy_state(Reference.state(self)["model"], state["model"], "model")
-        self._memory.loaded()
-
-    def sleep(self, **unused: bool) -> None:
-        """Free device memory while others compute there, with ``trainer.park``. Any other call
-        wakes the model.
-        """
-        self._network.reshard()
-        self._memory.rest()
-
-    def leave_groups(self) -> bool:
-        return not self._backend.holds_groups
-
-    def close(self) -> None:
-        """Free the weights; scoring is no longer possible."""
-        self._memory.close()
-        del self._network, self._memory
-
-    def _model(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self._network.trainable().items()}
 
 
 class Policy(Reference):
@@ -166,21 +250,8 @@ class Policy(Reference):
             network=network,
             routing=routing,
         )
-        parameters = self._network.trainable()
-        for parameter in parameters.values():
-            parameter.requires_grad_(True)
         self._keeps_average = trainer.keeps_average
-        self._learner = Learner(
-            parameters,
-            trainer,
-            rank,
-            rates=self._network.rates(),
-            shard_ranks=backend.shard_ranks,
-            matrices=self._network.matrices(),
-            waiting=waiting,
-            cores=cores,
-        )
-        self._memory = ModelMemory(self._network.parameters(), self._learner, park=park)
+        self._learner: Learner = self._learn(trainer, rank, waiting=waiting, cores=cores)
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
         """Score the response tokens without the adapters, so with the folder's weights, which
@@ -216,38 +287,6 @@ class Policy(Reference):
         metrics = self._learner.update(batches, passes, aggregate, on_nonfinite)
         self._memory.end_update()
         return metrics
-
-    def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moving averages of the weights like ``weights()``; nothing where none are
-        kept.
-        """
-        self._memory.average()
-        averages = dict(self._learner.ema())
-        named = self._network.merged(averages) if averages else ()
-        return full_weights(named, self._backend.device, self._dtype)
-
-    def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._memory.where_it_is(
-            {"model": self._model(), **self._learner.state()}
-        )
-        return state
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        super().load_state(state)
-        copy_state(self.state()["optimizer"], state["optimizer"], "optimizer")
-        self._learner.resume(state["progress"])
-
-    def leave_groups(self) -> bool:
-        self._learner.leave_group()
-        return super().leave_groups()
-
-    def join_groups(self, rank: Rank) -> None:
-        self._learner.join_group(rank)
-
-    def close(self) -> None:
-        """Free the weights; scoring and learning are no longer possible."""
-        super().close()
-        del self._learner
 
     def _losses(self, loss_fn: LossFn, batch: TrainBatch) -> Iterator[tuple[TokenLoss, Tensor]]:
         """Yield the losses and row offsets of each micro-batch, as ``Learner.update`` takes them."""

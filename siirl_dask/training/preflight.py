@@ -92,7 +92,10 @@ def check_trainer(options: Mapping[str, Any], workers: Sequence[str], config: Co
     notes = (f"its frozen weights are those of agent {base[0]!r}, which are held once",)
     memory = cost.memory - frozen - estimate.gathered(size, trainer, True)
     return replace(
-        cost, memory=memory, device=cost.device and cost.device.without(FROZEN), notes=notes
+        cost,
+        memory=memory,
+        device=cost.device and cost.device.without(FROZEN),
+        notes=notes,
     )
 
 
@@ -147,7 +150,11 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
     )
     memory = held + spec.memory.gathered(size, trainer, False)
     return replace(
-        cost, memory=memory, computing=computing, device=device, notes=_notes(spec, model)
+        cost,
+        memory=memory,
+        computing=computing,
+        device=device,
+        notes=_notes(spec, model),
     )
 
 
@@ -233,10 +240,20 @@ def _check_learner(
         _share(held, trainer, len(workers)) - elsewhere + spec.memory.gathered(size, trainer, True)
     )
     computing, device = _passes(
-        size, model, trainer=trainer, workers=len(workers), config=config, key=key, images=images
+        size,
+        model,
+        trainer=trainer,
+        workers=len(workers),
+        config=config,
+        key=key,
+        images=images,
     )
     cost = replace(
-        cost, memory=memory, computing=computing, device=device, notes=_notes(spec, model)
+        cost,
+        memory=memory,
+        computing=computing,
+        device=device,
+        notes=_notes(spec, model),
     )
     return replace(cost, checkpoint_copy=copied)
 

@@ -34,7 +34,9 @@ def with_remedies(model: ModelOnWorkers, key: str, tokens: Tokens, adapters: Ada
     """
     one = footprint(model)
     park = Remedy(f"{key}.park=true", one.parked(), parks=True)
-    parks = [park] if one.parks and not model.trainer.park else []
+    parks = []
+    if one.parks and not model.trainer.park:
+        parks = [park]
     before: list[Remedy] = []
     after: list[Remedy] = []
     for setting, changed in _changes(model, key, tokens, adapters):
@@ -48,13 +50,21 @@ def with_remedies(model: ModelOnWorkers, key: str, tokens: Tokens, adapters: Ada
 
 
 def _changes(
-    model: ModelOnWorkers, key: str, tokens: Tokens, adapters: Adapters
+    model: ModelOnWorkers,
+    key: str,
+    tokens: Tokens,
+    adapters: Adapters,
 ) -> Iterator[tuple[str, ModelOnWorkers]]:
     def changed(**fields: object) -> ModelOnWorkers:
         trainer = replace(model.trainer, **fields)  # type: ignore[arg-type]  # each is a field's value
-        learned = adapters(trainer) if trainer.lora.rank else 0
-        frozen = 0 if learned else model.frozen
-        matrices = 0 if learned else model.matrices
+        learned = 0
+        if trainer.lora.rank:
+            learned = adapters(trainer)
+        frozen = 0
+        matrices = 0
+        if not learned:
+            frozen = model.frozen
+            matrices = model.matrices
         return replace(
             model,
             trainer=trainer,
@@ -94,13 +104,19 @@ def _changes(
         yield f"{key}.backend={model.trainer.backend}", model
     given = model.trainer.park
     if has_offload and not model.trainer.fsdp.offload and not split:
-        alone = "" if model.trainer.backend == Backend.fsdp else f"{key}.backend=fsdp "
+        alone = ""
+        if model.trainer.backend != Backend.fsdp:
+            alone = f"{key}.backend=fsdp "
         model = changed(
-            backend=Backend.fsdp, park=False, fsdp=replace(model.trainer.fsdp, offload=True)
+            backend=Backend.fsdp,
+            park=False,
+            fsdp=replace(model.trainer.fsdp, offload=True),
         )
         yield f"{f'{key}.park=false ' if given else ''}{alone}{key}.fsdp.offload=true", model
     if model.learns and not model.adapters and not split and "lora" in reads:
-        whole = f"{key}.freeze=[] " if model.trainer.freeze else ""
+        whole = ""
+        if model.trainer.freeze:
+            whole = f"{key}.freeze=[] "
         if model.trainer.optimizer != OptimizerName.adamw:
             whole += f"{key}.optimizer={OptimizerName.adamw} "  # Muon steps no adapters
         lora = replace(model.trainer.lora, rank=_RANK)

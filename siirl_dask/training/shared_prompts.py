@@ -40,7 +40,9 @@ class SharedPrompts:
 
     def to(self, device: torch.device) -> SharedPrompts:
         """Return the same on a device."""
-        counted = None if self.counted is None else self.counted.to(device)
+        counted = None
+        if self.counted is not None:
+            counted = self.counted.to(device)
         return SharedPrompts(
             self.whole.to(device), self.first.to(device), self.copies.to(device), counted
         )
@@ -62,7 +64,10 @@ class SharedPrompts:
 
 
 def find_shared(
-    group: Tensor, prompt_lengths: Tensor, lengths: Tensor, places: Tensor
+    group: Tensor,
+    prompt_lengths: Tensor,
+    lengths: Tensor,
+    places: Tensor,
 ) -> SharedPrompts | None:
     """Return which prompts neighbouring rows share; None where little would be saved.
 
@@ -87,7 +92,9 @@ def find_shared(
     whole = torch.empty(total, dtype=torch.int64)
     whole[copies] = torch.arange(len(copies))[:, None].expand_as(copies)
     whole[answers] = torch.arange(len(copies), computed)
-    counted = None if bool(own.all()) else own[group_of].float()[:, :, None]
+    counted = None
+    if not bool(own.all()):
+        counted = own[group_of].float()[:, :, None]
     return SharedPrompts(whole, first, copies, counted)
 
 
@@ -147,16 +154,16 @@ class _Spread(torch.autograd.Function):
         """Add up the gradients of a prompt's copies, always in the same order: ``index_add`` has
         none on a GPU.
         """
-        return None, *(_added_up(each, ctx.shared) for each in gradients)
-
-
-def _added_up(gradient: Tensor, shared: SharedPrompts) -> Tensor:
-    """[1, H, T, D] -> [1, H, C, D]."""
-    prompts, most = shared.copies.shape
-    copies = gradient.index_select(2, shared.copies.flatten()).unflatten(2, (prompts, most))
-    if shared.counted is not None:
-        copies = copies * shared.counted.to(copies.dtype)
-    return torch.cat([copies.sum(3), gradient.index_select(2, shared.first[prompts:])], dim=2)
+        shared = ctx.shared
+        prompts, most = shared.copies.shape
+        added_up = []
+        for gradient in gradients:  # [1, H, T, D] -> [1, H, C, D]
+            copies = gradient.index_select(2, shared.copies.flatten()).unflatten(2, (prompts, most))
+            if shared.counted is not None:
+                copies = copies * shared.counted.to(copies.dtype)
+            answers = gradient.index_select(2, shared.first[prompts:])
+            added_up.append(torch.cat([copies.sum(3), answers], dim=2))
+        return None, *added_up
 
 
 class _Gather(torch.autograd.Function):

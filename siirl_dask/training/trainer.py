@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from siirl_dask.algorithms import Aggregation, LossFn, ValueLossFn, token_mean
+from siirl_dask.errors import DataError
 from siirl_dask.images import Image
+from siirl_dask.models.routing import Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,35 @@ class PackedRows:
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
+
+
+def with_routes(rows: PackedRows, routing: Routing | None) -> PackedRows:
+    """Return rows with the routes that are replayed, and without any where none are.
+
+    DataError for rows without routes that need some, and for routes that are none of the model's.
+    """
+    if routing is None:
+        return replace(rows, routes=None)
+    if not len(rows):
+        return rows
+    if rows.routes is None:
+        raise DataError(
+            "rollout.router_replay=true, and these rows have no column routed_experts: it comes "
+            "from generate, generate_with_greedy and sample_until_mixed; sample with one of them, "
+            "or leave router_replay out"
+        )
+    if rows.routes.shape[1] != routing.width:
+        raise DataError(
+            f"routed_experts has {rows.routes.shape[1]} experts a token: expected {routing.width}, "
+            f"{routing.chosen} in "
+            f"each of {len(routing.layers)} layers; were these rows sampled with another model?"
+        )
+    largest = int(rows.routes.max())
+    if largest >= routing.experts:
+        raise DataError(
+            f"routed_experts names expert {largest}: expected 0 to {routing.experts - 1}"
+        )
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +190,9 @@ class NonFinite:
     first."""
 
     def __str__(self) -> str:
-        before = f" (the last {self.in_a_row} were so)" if self.in_a_row > 1 else ""
+        before = ""
+        if self.in_a_row > 1:
+            before = f" (the last {self.in_a_row} were so)"
         return (
             f"mini-batch {self.minibatch + 1} of {self.minibatches}: loss {self.loss}, gradient "
             f"norm {self.norm}{before}; no step was taken on it"

@@ -26,7 +26,10 @@ _ANY_SIZE = 2**62  # pixels: headers alone are read
 
 
 def print_import(
-    console: PipeConsole, table: Snapshot, lengths: LengthDistribution | None, limit: int | None
+    console: PipeConsole,
+    table: Snapshot,
+    lengths: LengthDistribution | None,
+    limit: int | None,
 ) -> None:
     """Print what an import has written, and the prompts' lengths in tokens if they were counted."""
     nbytes = sum(part.nbytes for part in table.parts)
@@ -45,12 +48,21 @@ def print_import(
 
 
 def print_summary(
-    console: PipeConsole, found: DatasetSummary, unit: str, limit: int | None
+    console: PipeConsole,
+    found: DatasetSummary,
+    unit: str,
+    limit: int | None,
 ) -> None:
     """Print what ``summarise`` has found; lengths are in ``unit``."""
-    size = f", {readable_bytes(sum(part.nbytes for part in found.parts))}" if found.parts else ""
-    version = f", version {found.version}" if found.version is not None else ""
-    rows = counted(found.rows, "row") if found.rows is not None else "rows are not counted"
+    size = ""
+    if found.parts:
+        size = f", {readable_bytes(sum(part.nbytes for part in found.parts))}"
+    version = ""
+    if found.version is not None:
+        version = f", version {found.version}"
+    rows = "rows are not counted"
+    if found.rows is not None:
+        rows = counted(found.rows, "row")
     console.print(Text(f"{found.url}: {rows}{size}{version}", style="bold"), soft_wrap=True)
     if found.parts:
         _print_parts(console, found.parts)
@@ -65,11 +77,16 @@ def print_summary(
 
 
 def print_lengths(
-    console: PipeConsole, lengths: LengthDistribution, unit: str, limit: int | None
+    console: PipeConsole,
+    lengths: LengthDistribution,
+    unit: str,
+    limit: int | None,
 ) -> None:
     """Print a histogram, and how many are longer than ``limit``."""
     if lengths.nulls:
-        rows = "1 row has" if lengths.nulls == 1 else f"{lengths.nulls:,} rows have"
+        rows = "1 row has"
+        if lengths.nulls != 1:
+            rows = f"{lengths.nulls:,} rows have"
         console.print(f"{rows} no prompt: training would fail there", highlight=False)
     if not lengths.count:
         return
@@ -134,8 +151,11 @@ def _print_columns(console: PipeConsole, found: DatasetSummary) -> None:
     for head in ("nulls", "mean size", "largest"):
         table.add_column(head, justify="right")
     for name, column in found.columns.items():
-        mean = f"{column.size / column.values:,.0f}" if column.values else ""
-        longest = f"{column.longest:,}" if column.values else ""
+        mean = ""
+        longest = ""
+        if column.values:
+            mean = f"{column.size / column.values:,.0f}"
+            longest = f"{column.longest:,}"
         table.add_row(
             Text(_clean(name)), Text(_clean(str(column.type))), f"{column.nulls:,}", mean, longest
         )
@@ -148,9 +168,15 @@ def _print_columns(console: PipeConsole, found: DatasetSummary) -> None:
 
 def _rows_read(found: DatasetSummary) -> str:
     if found.read == found.rows:
-        return "the only row" if found.read == 1 else f"all {found.read:,} rows"
-    where = f", from the beginnings of {found.pieces} files" if found.pieces > 1 else ""
-    return f"the first {found.read:,} rows" if not where else f"{found.read:,} rows{where}"
+        if found.read == 1:
+            return "the only row"
+        return f"all {found.read:,} rows"
+    where = ""
+    if found.pieces > 1:
+        where = f", from the beginnings of {found.pieces} files"
+    if not where:
+        return f"the first {found.read:,} rows"
+    return f"{found.read:,} rows{where}"
 
 
 def _readable(value: Any) -> str:
@@ -162,9 +188,9 @@ def _readable(value: Any) -> str:
             return f"<{_kind(value)}, {readable_bytes(len(value))}>"
         case str():
             text = _clean(value[: _SHOWN + 1])
-            return (
-                text if len(value) <= _SHOWN else f"{text[:_SHOWN]}... ({len(value):,} characters)"
-            )
+            if len(value) <= _SHOWN:
+                return text
+            return f"{text[:_SHOWN]}... ({len(value):,} characters)"
         case {"role": str(role), "content": content}:
             return f"[{_clean(role)}] {_readable(content)}"
         case dict():
@@ -176,7 +202,9 @@ def _readable(value: Any) -> str:
         case [{"role": _, "content": _}, *_]:
             return "\n  ".join(["", *(_readable(one) for one in value)])
         case list():
-            more = f", ... ({len(value)} items)" if len(value) > 8 else ""
+            more = ""
+            if len(value) > 8:
+                more = f", ... ({len(value)} items)"
             return "[" + ", ".join(_readable(one) for one in value[:8]) + more + "]"
     return str(value)
 

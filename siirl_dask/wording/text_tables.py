@@ -30,10 +30,15 @@ def worker_ranges(members: Sequence[str], workers: tuple[str, ...]) -> str:
             runs.append([worker])
     shown = []
     for run in runs[:_RUNS]:
-        shown.append(f"{run[0]}..{run[-1]}" if len(run) > 2 else ", ".join(run))
+        if len(run) > 2:
+            shown.append(f"{run[0]}..{run[-1]}")
+        else:
+            shown.append(", ".join(run))
     if len(runs) > _RUNS:
         shown.append("..")
-    count = f" ({len(members)})" if len(members) > 2 else ""
+    count = ""
+    if len(members) > 2:
+        count = f" ({len(members)})"
     return ", ".join(shown) + count
 
 
@@ -85,7 +90,9 @@ def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
             wrap(text, width, break_on_hyphens=False)
             for text, width in zip(row, widths, strict=True)
         ]
-        beside = cells[:-1] if below else cells
+        beside = cells
+        if below:
+            beside = cells[:-1]
         for line in range(max(map(len, beside))):
             parts = (cell[line] if line < len(cell) else "" for cell in beside)
             padded = (part.ljust(width) for part, width in zip(parts, widths, strict=False))
@@ -108,4 +115,6 @@ def _shrunk(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]
 
 def steps_behind(steps: int) -> str:
     """Return ``1 step behind`` or ``2 steps behind``."""
-    return f"{steps} step{'' if steps == 1 else 's'} behind"
+    if steps == 1:
+        return "1 step behind"
+    return f"{steps} steps behind"

@@ -11,10 +11,10 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from distributed import WorkerPlugin
+from distributed import Worker, WorkerPlugin
 from distributed.metrics import context_meter
 from siirl_storage import set_retry_seconds
 
@@ -27,37 +27,37 @@ from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import pack
 from siirl_dask.planner import Iteration, Plan
 from siirl_dask.trace import Lane
-from siirl_dask.worker.executor import ChainRun
+from siirl_dask.worker.executor import ChainRun, WorkerRuntime
 from siirl_dask.worker.groups import process_groups as groups
 from siirl_dask.worker.groups import stuck_collectives
 from siirl_dask.worker.groups.joined_groups import JoinedGroups, join_groups
 from siirl_dask.worker.hardware.devices import bind
-from siirl_dask.worker.monitoring.activity import counts_as_progress
+from siirl_dask.worker.lagged import PastIterations
+from siirl_dask.worker.monitoring.activity import counts_as_progress, stacks
 from siirl_dask.worker.monitoring.heartbeats import Heartbeats
 from siirl_dask.worker.monitoring.profiling import Profiling
 from siirl_dask.worker.monitoring.scheduler_patience import no_heartbeats
-from siirl_dask.worker.monitoring.stacks import stacks
 from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.monitoring.tracing import Tracing
 from siirl_dask.worker.monitoring.worker_meter import WorkerMeter
 from siirl_dask.worker.named_errors import portable
 from siirl_dask.worker.node_call import NodeCalls, restore_packed_state
-from siirl_dask.worker.past_iterations import PastIterations
 from siirl_dask.worker.peers.peer_services import PeerServices
 from siirl_dask.worker.phase_loaders import PhaseLoaders
+from siirl_dask.worker.process.end import end_with
 from siirl_dask.worker.release import Release, await_all
-from siirl_dask.worker.roles.checkpoint_writer import CheckpointWriter
 from siirl_dask.worker.roles.lazy_role import models_used
-from siirl_dask.worker.roles.reused_roles import BuiltRoles
-from siirl_dask.worker.roles.role_state import RoleStates, StateStore, build_roles, close_roles
+from siirl_dask.worker.roles.role_state import (
+    BuiltRoles,
+    CheckpointWriter,
+    RoleStates,
+    StateStore,
+    build_roles,
+    close_roles,
+)
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
-from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.stages import table_writer
-from siirl_dask.worker.stop import ABORT, StopFlag
-from siirl_dask.worker.task_order import TaskOrder
-
-if TYPE_CHECKING:
-    from distributed import Worker
+from siirl_dask.worker.stop import ABORT, StopFlag, TaskOrder
 
 logger = logging.getLogger("siirl_dask.worker")
 _PATIENCE = 2.0  # seconds for a task to notice that its run was stopped
@@ -89,6 +89,7 @@ class DAGWorker(WorkerPlugin):
 
     async def _set_up(self, worker: Worker) -> None:
         hide()
+        end_with(worker)
         set_retry_seconds(self.spec.retry_seconds)
         self.worker_name = str(worker.name)
         self._worker = worker
@@ -234,11 +235,8 @@ class DAGWorker(WorkerPlugin):
         states = RoleStates(store, resources, side_groups, self.progress.beat)
         if self.spec.resume_from is not None:
             span = self.progress.trace.span(Lane.STORAGE, "read", "checkpoint")
-            with (
-                span,
-                self.progress.at("the loading of the checkpoint"),
-                counts_as_progress(self.progress),
-            ):
+            place = self.progress.at("the loading of the checkpoint")
+            with span, place, counts_as_progress(self.progress):
                 states.restore(self.spec.resume_from)
         self._checkpoints = CheckpointWriter(
             states,

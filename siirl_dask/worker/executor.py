@@ -1,22 +1,25 @@
-"""Runs a chain by matching over its links. Knows no role, no algorithm, no engine and no Dask."""
+"""Runs a chain by matching over its links, with what a worker has built for it. Knows no role, no
+algorithm, no engine and no Dask.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]  # Dask needs it
 import pyarrow as pa
 
-from siirl_dask.context import Metric, Reduce
+from siirl_dask.context import Device, Metric, Peers, Rank, Reduce
+from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.observe import STEP_SECONDS
-from siirl_dask.observe.trace.transfers import record_transfers
 from siirl_dask.planner import (
     Chain,
     Drop,
@@ -34,17 +37,74 @@ from siirl_dask.planner import (
     SaveState,
     Send,
     Stream,
+    reloaded_after,
 )
-from siirl_dask.planner.reloads import reloaded_after
 from siirl_dask.tables import filled_by_group, once_per_group, read_stored_rows, step_folder
-from siirl_dask.trace import Lane
+from siirl_dask.trace import Lane, record_transfers
 from siirl_dask.worker import weight_stream
-from siirl_dask.worker.in_flight import WeightsInFlight, lagged_weights
+from siirl_dask.worker.lagged import (
+    BackgroundPulls,
+    PastIterations,
+    WeightsInFlight,
+    lagged_weights,
+)
+from siirl_dask.worker.monitoring.profiling import Profiling
+from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.node_call import NodeCalls
-from siirl_dask.worker.past_iterations import PastIterations
-from siirl_dask.worker.stop import result_of
+from siirl_dask.worker.stages import PlainWriter, StageWriter
+from siirl_dask.worker.stop import StopFlag, result_of
+from siirl_dask.worker.weight_broadcast import Broadcast
 
 _T = TypeVar("_T")
+Meter = Callable[[str], AbstractContextManager[object]]
+Digest = Callable[[str, float, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRuntime:
+    """One worker's built roles and connections, made once a run."""
+
+    device: Device
+    profiling: Profiling
+    """Profiles nodes of some steps."""
+    run_url: str
+    run_seed: int
+    skip_nonfinite: bool = False
+    """``run.on_nan=skip``."""
+    stages: StageWriter | PlainWriter
+    """Writes the parts of tables that nodes save."""
+    read_limit: int = 2 * 2**30
+    """Bytes that stored rows of a step, or a row group of them, may take on a worker once
+    decoded."""
+    resources: Mapping[str, Any]
+    """The object that each of this worker's roles built, by the role's name."""
+    ranks: Mapping[str, Rank]
+    """Rank of this worker in each of its roles."""
+    peers: Mapping[str, Peers]
+    """Collectives among the workers of each of its roles."""
+    share_work: Callable[..., Any] | None
+    """Offers a node's work items to idle peers; None where work stealing is off."""
+    databuffer: Databuffer
+    loop: asyncio.AbstractEventLoop
+    """The event loop that the databuffer lives on; chains run in another thread."""
+    stop: StopFlag
+    meter: Meter
+    """Times a link under its name on Dask's dashboard."""
+    digest: Digest = lambda name, value, unit: None
+    """Adds an amount of a unit to a link there, such as the bytes that it received."""
+    stream_bytes: int
+    """Largest table of a weight stream, unless one parameter is larger."""
+    broadcasts: Mapping[tuple[str, ...], Broadcast] = field(default_factory=dict)
+    """Broadcasts by the workers that take part; a weight stream with one uses it."""
+    overlap: bool = True
+    """Whether nodes may begin with finished rows of a node above, see ``Plan.overlap``."""
+    node_state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """State of nodes that lasts from step to step (``Context.state``), by phase and name."""
+    background_pulls: BackgroundPulls = field(default_factory=BackgroundPulls)
+    """Rows of earlier iterations that nodes load while they run."""
+    progress: TaskProgress = field(default_factory=TaskProgress)
+    """Counts what gets done, holds the node whose function is running, and records in its ``trace`` how
+    long each link takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,30 +119,27 @@ class ChainRun:
         is told to stop.
         """
         traffic = self.calls.runtime.databuffer.traffic
-        peers_before = traffic.total
-        hosts_before = traffic.between_hosts
-        early_before = traffic.early
-        received_before = dict(traffic.by_worker)
-        shared_before = dict(traffic.shared_by_worker)
+        before = traffic.snapshot()
         self._set_up_early_rows(chain)
         self.calls.reloaded = reloaded_after(chain)
         began = time.monotonic()
         try:
             self._run_links(chain.links)
         finally:
-            self.calls.cancel_early_work()
+            for work in self.calls.early_work.values():  # their nodes are never called
+                work.cancel()
         context = self.calls.context("")
-        context.log("bytes/peers", traffic.total - peers_before, Reduce.SUM)
-        context.log("bytes/hosts", traffic.between_hosts - hosts_before, Reduce.SUM)
-        context.log("bytes/early", traffic.early - early_before, Reduce.SUM)
+        received = traffic.since(before)
+        context.log("bytes/peers", received.total, Reduce.SUM)
+        context.log("bytes/hosts", received.between_hosts, Reduce.SUM)
+        context.log("bytes/early", received.early, Reduce.SUM)
         context.log("bytes/process", _resident_memory(), Reduce.MAX)
         context.log(STEP_SECONDS, time.monotonic() - began, Reduce.MAX)
         record_transfers(
-            self.calls.runtime.trace,
-            received_before,
-            traffic.by_worker,
-            (shared_before, traffic.shared_by_worker),
-            time.monotonic_ns(),
+            self.calls.runtime.progress.trace,
+            received.by_worker,
+            received.shared_by_worker,
+            at=time.monotonic_ns(),
         )
         return self.calls.metrics
 
@@ -112,7 +169,7 @@ class ChainRun:
         runtime = self.calls.runtime
         iteration = self.calls.iteration
         tables = self.calls.tables
-        trace = runtime.trace
+        trace = runtime.progress.trace
         databuffer = runtime.databuffer
         for link in links:
             runtime.stop.check()
@@ -121,13 +178,13 @@ class ChainRun:
                 case LoadPrompts(name, columns, index, count):
                     assert self.calls.loader is not None
                     self.calls.prompts_link = link
-                    with _Timed(self.calls, name), trace.span(Lane.STORAGE, "read", name):
+                    with _timed(self.calls, name), trace.span(Lane.STORAGE, "read", name):
                         tables[name] = self.calls.loader.load(
                             iteration.batch, columns, index, count
                         )
                 case Restore(node, table, schema, index, count, shared):
                     span = trace.span(Lane.STORAGE, "read", table)
-                    with _Timed(self.calls, node.name), span, self.calls.node_scope(node):
+                    with _timed(self.calls, node.name), span, self.calls.node_scope(node):
                         folder = step_folder(runtime.run_url, table, iteration.step)
                         rows = read_stored_rows(
                             folder, schema, index, count, runtime.read_limit, whole=bool(shared)
@@ -135,7 +192,7 @@ class ChainRun:
                         tables[node.name] = filled_by_group(rows, shared)
                 case RunNode(node, inputs, columns):
                     with (
-                        _Timed(self.calls, node.name),
+                        _timed(self.calls, node.name),
                         trace.span(Lane.COMPUTE, "node", node.name) as span,
                     ):
                         arriving = self._arriving_weights(node, links)
@@ -151,9 +208,10 @@ class ChainRun:
                     with trace.span(
                         Lane.TRANSFER, "publish", edge.name, sequence=iteration.sequence
                     ):
-                        self._wait(databuffer.publish(edge, iteration, tables[edge.source]))
+                        publishing = databuffer.publish(edge, iteration, tables[edge.source])
+                        self._result(asyncio.run_coroutine_threadsafe(publishing, runtime.loop))
                 case Recv(edge):
-                    with _Timed(self.calls, edge.name):
+                    with _timed(self.calls, edge.name):
                         tables[edge.name] = self._receive(link)
                 case Save(node, table, shared=shared):
                     span = trace.span(Lane.STORAGE, "save", table)
@@ -220,7 +278,10 @@ class ChainRun:
         )
 
     def _pull(
-        self, link: Recv, iteration: Iteration, on_owned: Callable[[], object] = lambda: None
+        self,
+        link: Recv,
+        iteration: Iteration,
+        on_owned: Callable[[], object] = lambda: None,
     ) -> Future[pa.Table]:
         """Begin to pull the rows of an edge, on the event loop."""
         runtime = self.calls.runtime
@@ -238,7 +299,7 @@ class ChainRun:
         is recorded apart from their transfer.
         """
         edge = link.edge
-        trace = self.calls.runtime.trace
+        trace = self.calls.runtime.progress.trace
         databuffer = self.calls.runtime.databuffer
         iteration = self.calls.iteration
         bytes_before = databuffer.traffic.total
@@ -276,30 +337,21 @@ class ChainRun:
         if nbytes:
             self.calls.runtime.digest(name, nbytes, "bytes")
 
-    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return self._result(asyncio.run_coroutine_threadsafe(work, self.calls.runtime.loop))
-
     def _result(self, future: Future[_T]) -> _T:
         with self.calls.runtime.progress.waiting(""):
             return result_of(future, self.calls.runtime.stop)
 
 
-class _Timed:
-    """Logs the seconds that a link takes and shows it by name on the dashboard."""
-
-    def __init__(self, calls: NodeCalls, name: str) -> None:
-        self._metrics = calls.metrics
-        self._name = name
-        self._meter = calls.runtime.meter(name)
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-        self._meter.__enter__()
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self._meter.__exit__(kind, error, traceback)
-        metric = self._metrics.setdefault(f"seconds/{self._name}", Metric(Reduce.MAX))
-        metric.add(time.perf_counter() - self._started)
+@contextmanager
+def _timed(calls: NodeCalls, name: str) -> Iterator[None]:
+    """Log the seconds that a link takes, and show it by name on the dashboard."""
+    started = time.perf_counter()
+    try:
+        with calls.runtime.meter(name):
+            yield
+    finally:
+        metric = calls.metrics.setdefault(f"seconds/{name}", Metric(Reduce.MAX))
+        metric.add(time.perf_counter() - started)
 
 
 def _resident_memory() -> int:

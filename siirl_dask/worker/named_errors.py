@@ -11,14 +11,13 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from traceback import format_exception, walk_tb
+from traceback import format_exception
 
 from siirl_dask import errors
-from siirl_dask.errors import Origin, PeerError, RunError, SiirlError
+from siirl_dask.errors import Origin, PeerError, RunError, SiirlError, is_of_collective
 
 # characters of a message or a note: Dask cuts longer ones than 10,000, and changes their type
 _MAX_LENGTH = 8000
-_COLLECTIVES = ("torch.distributed.distributed_c10d", "siirl_dask.collectives")
 _OWN = "siirl_dask.worker."  # modules that only call what failed
 _CUT = "\n[... {} characters ...]\n"
 _UNKNOWN = Origin()
@@ -46,7 +45,7 @@ def named_errors(
         error.origin = replace(origin, rows=error.origin.rows)
         raise
     except Exception as error:
-        if _is_of_collective(error):
+        if is_of_collective(error):
             raise PeerError(f"{where}: a collective failed: {error}") from error
         named = failure(f"{where}: {type(error).__name__}: {error}")
         named.origin = origin
@@ -78,16 +77,6 @@ def portable(error: Exception, worker: str) -> SiirlError:
     return failure
 
 
-def _is_of_collective(error: Exception) -> bool:
-    """Return whether a collective of torch.distributed raised it, whose errors have no type of
-    their own.
-    """
-    if not isinstance(error, RuntimeError):
-        return False
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    return frames[-1].f_globals.get("__name__") in _COLLECTIVES
-
-
 def _traceback(error: Exception) -> str:
     """Return the error's traceback from where the worker has called the code that failed."""
     traceback = error.__traceback__
@@ -105,4 +94,5 @@ def _cut(text: str) -> str:
     if len(text) <= _MAX_LENGTH:
         return text
     half = _MAX_LENGTH // 2
-    return text[:half] + _CUT.format(len(text) - 2 * half) + text[-half:]
+    left_out = len(text) - 2 * half
+    return text[:half] + _CUT.format(left_out) + text[-half:]

@@ -1,5 +1,5 @@
-"""Calls a node's function: makes its context, joins its inputs, checks its output against its
-contract.
+"""Calls a node's function: makes its context, joins its inputs, passes finished rows on early, and
+checks its output against its contract.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 from siirl_storage import write_part
 
-from siirl_dask.context import ArrivingWeights, Context, Metric, Rank
+from siirl_dask.context import ArrivingWeights, Context, Metric, Rank, RowWork
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.errors import NodeError, Origin
 from siirl_dask.planner import (
@@ -31,11 +32,55 @@ from siirl_dask.planner import (
 )
 from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, TYPES, make_schema
 from siirl_dask.tables import read_kept_rows, rows_at, step_folder, with_values_of_groups
-from siirl_dask.worker.early_work import EarlyWork
 from siirl_dask.worker.monitoring.task_progress import NODE
 from siirl_dask.worker.named_errors import named_errors
-from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.stages import StepProgress
+
+if TYPE_CHECKING:
+    from siirl_dask.worker.executor import WorkerRuntime
+
+
+@dataclass(slots=True)
+class EarlyWork:
+    """The work that a node has begun with finished rows of a parent node, on one worker in one
+    iteration. The parent hands each row over as soon as it is finished (``Context.hand_over``), and
+    work on it runs in other threads than the worker's own. When the node itself is called, it finds
+    its work in ``Context.begun`` and does the rest.
+    """
+
+    work: RowWork
+    columns: Sequence[str]
+    """Columns that the node reads of a row, and its ids."""
+    cancelled: bool = False
+
+    @staticmethod
+    def begin(run: RunNode, resource: Any) -> EarlyWork:
+        """Begin the work of a node that has none yet. ``resource`` is the object of its role on
+        this worker.
+        """
+        begin = run.node.contract.by_row
+        assert begin is not None
+        assert run.early is not None
+        return EarlyWork(begin(resource, **run.node.options), run.early.columns)
+
+    def take(self, rows: pa.Table) -> None:
+        """Begin with finished rows. Any thread may call it. Rows that lack a column wait for the
+        node's own call.
+        """
+        if not self.cancelled and set(self.columns) <= set(rows.column_names):
+            self.work.take(rows.select(self.columns))
+
+    def __enter__(self) -> RowWork:
+        return self.work
+
+    def __exit__(self, *error: object) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Cancel the work, and begin with no more rows."""
+        self.cancelled = True
+        self.work.cancel()
+
 
 logger = logging.getLogger("siirl_dask.worker")
 
@@ -89,11 +134,6 @@ class NodeCalls:
                 output = node.fn(context, table)
                 return checked(node, columns, table, output)
 
-    def cancel_early_work(self) -> None:
-        """Cancel the work of nodes that have begun with finished rows and are never called."""
-        for work in self.early_work.values():
-            work.cancel()
-
     def packed_state(self, node: Node) -> pa.Table:
         """Return the state that a node has on this worker for later steps. NodeError unless it
         is a table of rows.
@@ -120,9 +160,14 @@ class NodeCalls:
         """Return one table with the columns of all inputs, sorted by row id; values that rows
         share are not copied.
         """
-        by_row = [item for item in inputs if not item.by_group]
-        by_group = [item for item in inputs if item.by_group]
-        table = _join([self.tables[item.table].select(item.columns) for item in by_row])
+        by_row = []
+        by_group = []
+        for item in inputs:
+            if item.by_group:
+                by_group.append(item)
+            else:
+                by_row.append(self.tables[item.table].select(item.columns))
+        table = _join(by_row)
         for item in by_group:
             names = [name for name in item.columns if name not in IDENTITY]
             table = with_values_of_groups(table, self.tables[item.table], names, item.table)
@@ -156,7 +201,7 @@ class NodeCalls:
         context.node = node.name
         state_key = f"{self.iteration.phase.counts_as}/{node.name}"
         context.state = runtime.node_state.setdefault(state_key, {})
-        context.put_aside = partial(
+        context.dump_nonfinite = partial(
             write_nonfinite_rows, runtime.run_url, node.name, self.iteration.step, context.rank
         )
         context.reloaded = self.reloaded.get(node.name, frozenset())
@@ -165,7 +210,10 @@ class NodeCalls:
         link = self.prompts_link
         if node.contract.draws and link is not None and self.loader is not None:
             context.draw_prompts = partial(
-                self.loader.draw_prompts, columns=link.columns, index=link.index, count=link.count
+                self.loader.draw_prompts,
+                columns=link.columns,
+                index=link.index,
+                count=link.count,
             )
         return context
 
@@ -183,7 +231,11 @@ class NodeCalls:
             context.hand_over = partial(self._hand_over, node, edges, works)
 
     def _hand_over(
-        self, node: Node, edges: Sequence[Edge], works: Sequence[EarlyWork], rows: pa.Table
+        self,
+        node: Node,
+        edges: Sequence[Edge],
+        works: Sequence[EarlyWork],
+        rows: pa.Table,
     ) -> None:
         """Send finished rows along ``edges``, and begin ``works`` with them. NodeError where a
         column that the node declares is missing.
@@ -241,7 +293,11 @@ def restore_packed_state(runtime: WorkerRuntime, plan: Plan, folders: Mapping[st
 
 
 def write_nonfinite_rows(
-    run_url: str, node: str, step: int, rank: Rank, rows: pa.Table
+    run_url: str,
+    node: str,
+    step: int,
+    rank: Rank,
+    rows: pa.Table,
 ) -> str | None:
     """Write ``rows`` as the part of ``rank`` of the table ``nonfinite-NODE`` at ``step``, whole or
     not at all.
@@ -311,7 +367,10 @@ def checked(node: Node, columns: Sequence[str], table: pa.Table, output: object)
         raise NodeError(
             f"node {node.name!r} did not give {missing} (it gave {output.column_names})"
         )
-    result = _with_large_offsets(output)
+    schema = make_schema({field.name: field.type for field in output.schema})
+    result = output
+    if output.schema.types != schema.types:
+        result = output.cast(schema)  # to offsets of 64 bits; values are not copied
     for name, kind in declared.items():
         if name in result.column_names and result[name].type != kind:
             raise NodeError(
@@ -355,11 +414,3 @@ def _check_groups(node: Node, table: pa.Table, output: pa.Table) -> None:
         raise NodeError(
             f"node {node.name!r} gave several rows of a group where it had one: declare expand=..."
         )
-
-
-def _with_large_offsets(table: pa.Table) -> pa.Table:
-    """Return the table with offsets of 64 bits; values are not copied."""
-    schema = make_schema({field.name: field.type for field in table.schema})
-    if table.schema.types == schema.types:
-        return table
-    return table.cast(schema)

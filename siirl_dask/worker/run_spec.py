@@ -26,7 +26,7 @@ from siirl_dask.config import (
     parse_bytes,
 )
 from siirl_dask.coordinator import Dataset
-from siirl_dask.errors import PlanError, RunError
+from siirl_dask.errors import PlanError, RunError, clause
 from siirl_dask.models.remote import RemoteModel
 from siirl_dask.pickling import dumps
 from siirl_dask.planner import Footprint, Plan, PlanInputs, specs_of
@@ -189,7 +189,7 @@ def deserialize_phases(data: bytes, workers: Sequence[str]) -> Phases:
         )
     except Exception as error:  # an imported module may raise anything
         raise RunError(
-            f"a worker cannot open the run's nodes and roles: {type(error).__name__}: {error}; "
+            f"a worker cannot open the run's nodes and roles: {type(error).__name__}: {clause(error)}; "
             "packages that they use must be installed on the workers, files of yours must be "
             "under the working directory or beside the script"
         ) from error

@@ -63,7 +63,11 @@ class StageWriter:
         return self.durability is not Durability.none
 
     def save(
-        self, link: Save | SaveState, iteration: Iteration, rows: pa.Table, progress: StepProgress
+        self,
+        link: Save | SaveState,
+        iteration: Iteration,
+        rows: pa.Table,
+        progress: StepProgress,
     ) -> None:
         """Write ``rows`` as this worker's part of a table, and report it with the step's
         ``progress``.
@@ -123,7 +127,11 @@ class PlainWriter:
     """Always False: no driver waits for a part."""
 
     def save(
-        self, link: Save | SaveState, iteration: Iteration, rows: pa.Table, progress: StepProgress
+        self,
+        link: Save | SaveState,
+        iteration: Iteration,
+        rows: pa.Table,
+        progress: StepProgress,
     ) -> None:
         """Write ``rows`` as part ``link.index`` of ``link.count``."""
         write_part(
@@ -138,7 +146,10 @@ class PlainWriter:
 
 
 def table_writer(
-    spec: RunSpec, report: Callable[[dict[str, Any]], None], stop: StopFlag, trace: Recorder
+    spec: RunSpec,
+    report: Callable[[dict[str, Any]], None],
+    stop: StopFlag,
+    trace: Recorder,
 ) -> StageWriter | PlainWriter:
     """Return what writes a run's tables; ``report`` is called in any thread."""
     if spec.attempt is None:

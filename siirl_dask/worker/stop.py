@@ -1,12 +1,15 @@
-"""A flag that stops a worker from any thread, and waits in slices that notice it."""
+"""A flag that stops a worker from any thread, waits in slices that notice it, and the order in which
+a worker runs its tasks, which ends with it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from siirl_dask.errors import Aborted
@@ -68,3 +71,37 @@ def result_of(future: Future[_T], stop: StopFlag) -> _T:
         except Exception:
             stop.check()  # a peer that was aborted first looks dead: the abort is the cause
             raise
+
+
+class TaskOrder:
+    """Admits tasks in the order of their numbers, 0, 1, 2 and so on, in which the driver submitted
+    them.
+
+    Dask sends a task to its worker at once, since none depends on another: between two steps no
+    worker waits for the scheduler. A worker of an existing cluster may have several threads, which
+    would run several tasks at the same time.
+    """
+
+    def __init__(self, stop: StopFlag) -> None:
+        self._stop = stop
+        self._changed = threading.Condition()
+        self._next = 0
+
+    @contextmanager
+    def take(self, number: int) -> Iterator[None]:
+        """Wait for the tasks before ``number``. Raises Aborted once one of them has failed or
+        the run has stopped.
+        """
+        with self._changed:
+            while number != self._next:
+                self._stop.check()
+                self._changed.wait(SLICE)
+        self._stop.check()
+        try:
+            yield
+        except BaseException:
+            self._stop.set("a task before this one failed")
+            raise
+        with self._changed:
+            self._next += 1
+            self._changed.notify_all()

@@ -51,7 +51,11 @@ def run_chain(plugin: str, number: int, iteration: _IterationFields, completed: 
 
 
 def save_worker(
-    plugin: str, number: int, iteration: _IterationFields, completed: int, url: str
+    plugin: str,
+    number: int,
+    iteration: _IterationFields,
+    completed: int,
+    url: str,
 ) -> None:
     """Write this worker's part of a checkpoint."""
     _run_task(plugin, number, lambda running: running.save(_iteration(iteration), url, completed))

@@ -21,22 +21,19 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import Any
 
 import pyarrow as pa
 
 from siirl_dask.context import Metric, Reduce, RowStream
-from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.errors import NodeError
-from siirl_dask.planner import Edge, Iteration, Stream
+from siirl_dask.planner import Edge, Stream
 from siirl_dask.planner.weight_streams import handle_tensors
 from siirl_dask.schema import ROW_ID
-from siirl_dask.trace import Lane, Recorder, Span
-from siirl_dask.worker.monitoring.task_progress import TaskProgress
+from siirl_dask.trace import Lane, Span
 from siirl_dask.worker.node_call import NodeCalls, checked
-from siirl_dask.worker.stop import StopFlag, result_of, wait_for
+from siirl_dask.worker.stop import result_of, wait_for
 from siirl_dask.worker.weight_broadcast import Broadcast
 
 # tables that a source holds; with 2 a stream took half as long again on busy cores
@@ -46,7 +43,7 @@ _MAX_UNACKED = 4
 def run(link: Stream, calls: NodeCalls) -> None:
     """Run the source and the sink of a stream, as far as they are on this worker."""
     runtime = calls.runtime
-    clock = _clock(calls)
+    clock = Clock(calls)
     broadcast = runtime.broadcasts.get(link.joins)
     as_tensors = broadcast is not None
     if link.edge is None and handle_tensors(link.source, link.target):
@@ -61,20 +58,20 @@ def run(link: Stream, calls: NodeCalls) -> None:
         stream = RowStream(index, items)
         _run_sink(link, calls, stream, clock, as_tensors=as_tensors)
     elif broadcast is not None:
-        edge = _stream_edge(link.edge, calls)
+        edge = StreamEdge(link.edge, calls, clock)
         if link.gives:
             index = next(produced)
             edge.publish(0, index)
-            sent = broadcast.send(index, produced, partial(_waiting, edge, clock))
+            sent = broadcast.send(index, produced, edge.waiting)
             calls.context("").log("bytes/broadcast", sent, Reduce.SUM)
         else:
-            stream = _receive_broadcast(edge, broadcast, clock)
+            stream = _receive_broadcast(edge, broadcast)
             _run_sink(link, calls, stream, clock, as_tensors=True)
     else:
-        edge = _stream_edge(link.edge, calls)
-        published = publish_each(produced, edge, clock)
+        edge = StreamEdge(link.edge, calls, clock)
+        published = publish_each(produced, edge)
         if link.takes:
-            stream = receive_tables(edge, published, clock)
+            stream = receive_tables(edge, published)
             _run_sink(link, calls, stream, clock, as_tensors=False)
         for _ in published:
             runtime.stop.check()
@@ -84,13 +81,12 @@ def run(link: Stream, calls: NodeCalls) -> None:
 def discard(link: Stream, calls: NodeCalls) -> None:
     """Receive and discard all of a stream that other workers send."""
     assert link.edge is not None, "a stream of an earlier iteration is sent by other workers"
-    clock = _clock(calls)
-    edge = _stream_edge(link.edge, calls)
+    edge = StreamEdge(link.edge, calls, Clock(calls))
     broadcast = calls.runtime.broadcasts.get(link.joins)
     if broadcast is None:
-        _receive_rest(receive_tables(edge, iter(()), clock), calls)
+        _receive_rest(receive_tables(edge, iter(())), calls)
     else:
-        _receive_rest(_receive_broadcast(edge, broadcast, clock), calls)
+        _receive_rest(_receive_broadcast(edge, broadcast), calls)
 
 
 def _receive_rest(stream: RowStream, calls: NodeCalls) -> None:
@@ -99,34 +95,11 @@ def _receive_rest(stream: RowStream, calls: NodeCalls) -> None:
         calls.runtime.stop.check()
 
 
-def _clock(calls: NodeCalls) -> Clock:
-    return Clock(calls.runtime.meter, calls.runtime.trace, calls.iteration.sequence)
-
-
-def _stream_edge(edge: Edge, calls: NodeCalls) -> StreamEdge:
-    runtime = calls.runtime
-    return StreamEdge(
-        edge=edge,
-        iteration=calls.iteration,
-        databuffer=runtime.databuffer,
-        loop=runtime.loop,
-        stop=runtime.stop,
-        progress=runtime.progress,
-    )
-
-
-def _receive_broadcast(edge: StreamEdge, broadcast: Broadcast, clock: Clock) -> RowStream:
+def _receive_broadcast(edge: StreamEdge, broadcast: Broadcast) -> RowStream:
     """Return a stream whose index travels along the edge and whose tensors are broadcast."""
-    with _waiting(edge, clock):
+    with edge.waiting():
         index = edge.wait_for(edge.request(0))
-    tensors = broadcast.receive(index, partial(_waiting, edge, clock))
-    return RowStream(index, tensors)
-
-
-@contextmanager
-def _waiting(edge: StreamEdge, clock: Clock) -> Iterator[None]:
-    with clock.moving(edge.edge.name), edge.progress.waiting("weights"):
-        yield
+    return RowStream(index, broadcast.receive(index, edge.waiting))
 
 
 def _run_source(link: Stream, calls: NodeCalls, *, as_tensors: bool) -> Iterator[Any]:
@@ -161,7 +134,12 @@ def _run_source(link: Stream, calls: NodeCalls, *, as_tensors: bool) -> Iterator
 
 
 def _run_sink(
-    link: Stream, calls: NodeCalls, stream: RowStream, clock: Clock, *, as_tensors: bool
+    link: Stream,
+    calls: NodeCalls,
+    stream: RowStream,
+    clock: Clock,
+    *,
+    as_tensors: bool,
 ) -> None:
     """Run the sink on the stream. Tables that its node leaves are discarded, since sources wait
     for their acks.
@@ -181,33 +159,43 @@ class StreamEdge:
     """Publishes and pulls the tables of an edge in one iteration, from a worker's own thread."""
 
     edge: Edge
-    iteration: Iteration
-    databuffer: Databuffer
-    loop: asyncio.AbstractEventLoop
-    stop: StopFlag
-    progress: TaskProgress
+    calls: NodeCalls
+    clock: Clock
 
     def publish(self, number: int, table: pa.Table) -> None:
         """Publish table ``number`` of the stream."""
-        publishing = self.databuffer.publish(self.edge, self.iteration, table, number)
-        wait_for(publishing, self.loop, self.stop)
-        self.progress.beat()
+        runtime = self.calls.runtime
+        publishing = runtime.databuffer.publish(self.edge, self.calls.iteration, table, number)
+        wait_for(publishing, runtime.loop, runtime.stop)
+        runtime.progress.beat()
 
     def wait_until_acked(self, number: int) -> None:
         """Wait until every sink has acknowledged table ``number``."""
-        with self.progress.waiting("acks"):
-            acked = self.databuffer.wait_until_acked(self.edge, self.iteration, number)
-            wait_for(acked, self.loop, self.stop)
+        runtime = self.calls.runtime
+        with runtime.progress.waiting("acks"):
+            acked = runtime.databuffer.wait_until_acked(self.edge, self.calls.iteration, number)
+            wait_for(acked, runtime.loop, runtime.stop)
 
     def request(self, number: int) -> Future[pa.Table]:
         """Begin to pull table ``number``."""
-        pulling = self.databuffer.pull(self.edge, self.edge, self.iteration, number)
-        return asyncio.run_coroutine_threadsafe(pulling, self.loop)
+        runtime = self.calls.runtime
+        pulling = runtime.databuffer.pull(self.edge, self.edge, self.calls.iteration, number)
+        return asyncio.run_coroutine_threadsafe(pulling, runtime.loop)
 
     def wait_for(self, requested: Future[pa.Table]) -> pa.Table:
         """Return a table that was requested. Aborted when the worker is told to stop."""
-        with self.progress.waiting("weights"):
-            return result_of(requested, self.stop)
+        with self.calls.runtime.progress.waiting("weights"):
+            return result_of(requested, self.calls.runtime.stop)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as a wait for weights."""
+        with self.moving(), self.calls.runtime.progress.waiting("weights"):
+            yield
+
+    def moving(self, what: str = "weights") -> AbstractContextManager[Span]:
+        """Count the time inside under the edge's name."""
+        return self.clock.moving(self.edge.name, what)
 
 
 class Clock:
@@ -215,15 +203,10 @@ class Clock:
     an inner name does not count for the outer one.
     """
 
-    def __init__(
-        self,
-        meter: Callable[[str], AbstractContextManager[object]],
-        trace: Recorder | None = None,
-        sequence: int = 0,
-    ) -> None:
-        self._meter = meter
-        self._trace = Recorder(enabled=False) if trace is None else trace
-        self._sequence = sequence
+    def __init__(self, calls: NodeCalls) -> None:
+        self._meter = calls.runtime.meter
+        self._trace = calls.runtime.progress.trace
+        self._sequence = calls.iteration.sequence
         self._seconds: dict[str, float] = {}
         self._inner_seconds = [0.0]
         """Seconds that inner names have taken, for each name that is being counted; the
@@ -233,7 +216,7 @@ class Clock:
         """Count the time inside under the name of a node."""
         return self._counted(name, self._trace.span(Lane.COMPUTE, "node", name))
 
-    def moving(self, name: str, what: str = "weights") -> AbstractContextManager[Span]:
+    def moving(self, name: str, what: str) -> AbstractContextManager[Span]:
         """Count the time inside under the name of an edge."""
         span = self._trace.span(Lane.TRANSFER, what, name, sequence=self._sequence)
         return self._counted(name, span)
@@ -267,23 +250,23 @@ class Clock:
             metrics.setdefault(f"seconds/{name}", Metric(Reduce.MAX)).add(seconds)
 
 
-def publish_each(tables: Iterator[pa.Table], edge: StreamEdge, clock: Clock) -> Iterator[None]:
+def publish_each(tables: Iterator[pa.Table], edge: StreamEdge) -> Iterator[None]:
     """Make and publish one table each time the iterator is advanced."""
     for number in count():
-        with clock.moving(edge.edge.name):
+        with edge.moving():
             if number >= _MAX_UNACKED:
                 edge.wait_until_acked(number - _MAX_UNACKED)
         table = next(tables, None)
         if table is None:
             return
-        with clock.moving(edge.edge.name, "publish") as span:
+        with edge.moving("publish") as span:
             span.amount = table.nbytes
             edge.publish(number, table)
         del table  # it is freed once it is acknowledged
         yield
 
 
-def receive_tables(edge: StreamEdge, published: Iterator[None], clock: Clock) -> RowStream:
+def receive_tables(edge: StreamEdge, published: Iterator[None]) -> RowStream:
     """Return the arriving stream. ``published`` is advanced with it, since this worker may be a
     source as well.
 
@@ -295,7 +278,7 @@ def receive_tables(edge: StreamEdge, published: Iterator[None], clock: Clock) ->
         return edge.request(number)
 
     def wait_for(requested: Future[pa.Table]) -> pa.Table:
-        with clock.moving(edge.edge.name) as span:
+        with edge.moving() as span:
             table = edge.wait_for(requested)
             span.amount = table.nbytes
             return table

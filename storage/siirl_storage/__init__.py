@@ -39,6 +39,7 @@ from siirl_storage.parts import Part, parse_part_name, part_name, write_part
 from siirl_storage.reading import read_rows
 from siirl_storage.retry import (
     RETRY_SECONDS,
+    is_of_store,
     is_transient,
     retries_end_at,
     retry,
@@ -76,6 +77,7 @@ __all__ = [
     "full_name",
     "is_below",
     "is_full",
+    "is_of_store",
     "is_transient",
     "join",
     "list_files",

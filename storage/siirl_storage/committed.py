@@ -58,11 +58,15 @@ def stage_part(
 
     It counts once ``commit_parts`` lists it. StorageError if the format cannot hold a column.
     """
-    return put_part(url, f"part-{writer:04d}-{index:05d}.{format}", table, format, rows_per_group)
+    name = f"part-{writer:04d}-{index:05d}.{format}"
+    return put_part(url, name, table, format, rows_per_group)
 
 
 def commit_parts(
-    url: str, writer: int, parts: Sequence[Part], about: Mapping[str, Any] | None = None
+    url: str,
+    writer: int,
+    parts: Sequence[Part],
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Commit ``parts``, all of ``writer``'s, as those of the folder ``url``. Doing it again changes
     nothing.
@@ -87,10 +91,13 @@ def read_record(url: str) -> PartsRecord | None:
     """
     fs, root = open_fs(url)
     files = list_files(fs, root)
-    if not (writers := _records(name for name in files if "/" not in name)):
+    writers = _records(name for name in files if "/" not in name)
+    if not writers:
         return None
     record = _read_record(fs, root, "", max(writers))
-    return record if all(files.get(part.path) == part.nbytes for part in record.parts) else None
+    if all(files.get(part.path) == part.nbytes for part in record.parts):
+        return record
+    return None
 
 
 def complete_parts(url: str) -> list[str] | None:
@@ -131,7 +138,10 @@ def whole_folders(
 
 
 def recorded_parts(
-    fs: AbstractFileSystem, root: str, folder: str, names: Iterable[str]
+    fs: AbstractFileSystem,
+    root: str,
+    folder: str,
+    names: Iterable[str],
 ) -> list[Part] | None:
     """Return the parts that the newest record among the ``names`` in a folder lists, whether they
     are there or not.
@@ -139,24 +149,33 @@ def recorded_parts(
     None without a record. StorageError for a record that is damaged.
     """
     record = newest_record(fs, root, folder, names)
-    return None if record is None else list(record.parts)
+    if record is None:
+        return None
+    return list(record.parts)
 
 
 def newest_record(
-    fs: AbstractFileSystem, root: str, folder: str, names: Iterable[str]
+    fs: AbstractFileSystem,
+    root: str,
+    folder: str,
+    names: Iterable[str],
 ) -> PartsRecord | None:
     """Return the newest record among the ``names`` in a folder; None without one.
 
     StorageError for a record that is damaged.
     """
     records = _records(names)
-    return _read_record(fs, root, folder, max(records)) if records else None
+    if records:
+        return _read_record(fs, root, folder, max(records))
+    return None
 
 
 def record_name(names: Iterable[str]) -> str | None:
     """Return the name of the newest record among ``names``; None if there is none."""
     records = _records(names)
-    return f"_parts-{max(records):04d}.json" if records else None
+    if records:
+        return f"_parts-{max(records):04d}.json"
+    return None
 
 
 def by_folder(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
@@ -171,7 +190,8 @@ def by_folder(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
 def newest_parts(names: Iterable[str]) -> list[str]:
     """Return the names of the parts of the highest writer among ``names``, committed or not."""
     writers = {name: int(matched[1]) for name in names if (matched := _PART.fullmatch(name))}
-    return sorted(name for name, writer in writers.items() if writer == max(writers.values()))
+    newest = max(writers.values(), default=None)
+    return sorted(name for name, writer in writers.items() if writer == newest)
 
 
 def is_numbered(name: str) -> bool:
@@ -192,7 +212,9 @@ def _digest(document: Mapping[str, Any]) -> str:
 
 
 def _below(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
+    if folder:
+        return f"{folder}/{name}"
+    return name
 
 
 def _read_record(fs: AbstractFileSystem, root: str, folder: str, writer: int) -> PartsRecord:
@@ -216,6 +238,7 @@ def _read_record(fs: AbstractFileSystem, root: str, folder: str, writer: int) ->
         raise StorageError(
             f"{full_name(fs, path)} is not a usable record of parts: {error}"
         ) from error
-    if outside := [part.path for part in parts if "/" in part.path]:
+    outside = [part.path for part in parts if "/" in part.path]
+    if outside:
         raise StorageError(f"{full_name(fs, path)} lists {outside[0]!r}, which is not beside it")
     return PartsRecord(writer, parts, about)

@@ -41,16 +41,13 @@ _SCHEMA = pa.schema({"row": pa.int64(), "ids": pa.list_(pa.int32()), "text": pa.
 
 def sample(start: int, rows: int) -> pa.Table:
     """Return rows ``start`` to ``start + rows`` of a ragged table with empty lists and nulls."""
-    return pa.table(
-        {
-            "row": range(start, start + rows),
-            "ids": [
-                None if row % 7 == 6 else list(range(row % 5)) for row in range(start, start + rows)
-            ],
-            "text": [None if row % 3 == 2 else f"row {row}" for row in range(start, start + rows)],
-        },
-        schema=_SCHEMA,
-    )
+    numbers = range(start, start + rows)
+    ids: list[list[int] | None] = []
+    texts: list[str | None] = []
+    for row in numbers:
+        ids.append(None if row % 7 == 6 else list(range(row % 5)))
+        texts.append(None if row % 3 == 2 else f"row {row}")
+    return pa.table({"row": numbers, "ids": ids, "text": texts}, schema=_SCHEMA)
 
 
 def atomic_write_replaces_the_whole_file(url: str) -> None:

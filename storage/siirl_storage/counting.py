@@ -58,7 +58,10 @@ class CountingFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """Bytes that are read ahead unless the opener says how many: those of s3fs."""
 
     def __init__(
-        self, reads: Reads, target: str = "file", options: dict[str, Any] | None = None
+        self,
+        reads: Reads,
+        target: str = "file",
+        options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.reads = reads

@@ -5,6 +5,14 @@
 from __future__ import annotations
 
 
+def clause(error: object) -> str:
+    """Return the words of an error for the middle of a sentence, without a full stop behind them;
+    an ellipsis stays.
+    """
+    text = str(error).rstrip()
+    return text if text.endswith("..") else text.removesuffix(".")
+
+
 class StorageError(Exception):
     """A stored file, or a request to the store, cannot be used."""
 
@@ -28,8 +36,8 @@ class CorruptPart(StorageError):
 
     def __str__(self) -> str:
         return (
-            f"{self.path} cannot be read: {self.reason}. Restore it from a copy, or delete it and "
-            "write it again"
+            f"{self.path} cannot be read: {clause(self.reason)}. Restore it from a copy, or delete "
+            "it and write it again"
         )
 
 

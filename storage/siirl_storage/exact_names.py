@@ -4,7 +4,7 @@ it to other files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from glob import escape
 from typing import Any
 
@@ -28,7 +28,16 @@ def sql_list(fs: AbstractFileSystem, paths: Sequence[str]) -> str:
         names = [escape(path) for path in paths]
     else:
         names = [str(fs.unstrip_protocol(path)) for path in paths]
-    return "[" + ", ".join("'" + name.replace("'", "''") + "'" for name in names) + "]"
+    return _quoted(names)
+
+
+def _quoted(names: Iterable[str]) -> str:
+    """Return names as a list of SQL."""
+    quoted = []
+    for name in names:
+        escaped = name.replace("'", "''")
+        quoted.append(f"'{escaped}'")
+    return f"[{', '.join(quoted)}]"
 
 
 def confine(connection: Any, fs: AbstractFileSystem, root: str) -> None:
@@ -44,8 +53,7 @@ def confine(connection: Any, fs: AbstractFileSystem, root: str) -> None:
             str(fs.unstrip_protocol(folder)),
             *(f"{protocol}://{folder}" for protocol in protocols),
         ]
-    listed = ", ".join("'" + name.replace("'", "''") + "'" for name in dict.fromkeys(names))
-    connection.execute(f"SET allowed_directories = [{listed}]")
+    connection.execute(f"SET allowed_directories = {_quoted(dict.fromkeys(names))}")
     connection.execute("SET python_enable_replacements = false")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")

@@ -80,11 +80,9 @@ class FaultPlan:
             log.seek(0)
             number = sum(1 for _ in log) + 1
             log.write(f"{name} {os.getpid()} {path}\n")
-        return (
-            How(plan["how"])
-            if number == plan["at"] or fnmatch(f"{name} {path}", plan["always"])
-            else None
-        )
+        if number == plan["at"] or fnmatch(f"{name} {path}", plan["always"]):
+            return How(plan["how"])
+        return None
 
     @property
     def _log(self) -> Path:
@@ -106,7 +104,10 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
     cachable = False
 
     def __init__(
-        self, plan: str, target: str = "file", options: dict[str, Any] | None = None
+        self,
+        plan: str,
+        target: str = "file",
+        options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.plan = FaultPlan(plan)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
+import stat
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import partial
 from glob import has_magic
+from http import HTTPStatus
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ from siirl_storage.retry import is_transient, retry
 from siirl_storage.retrying import RetryingFileSystem
 
 _REMOVALS = 5  # S3's bulk deletion, as s3fs calls it, says nothing of keys that it could not delete
+_OPEN_FILES = re.compile(r"/proc/\d+(/task/\d+)?/fd(/|$)", re.ASCII)
 _REMOVERS = 16  # threads: each deletion is one request
 _memory_lock = threading.Lock()  # memory:// looks, then creates: two threads could both succeed
 
@@ -59,7 +63,9 @@ def open_fs(url: str) -> tuple[AbstractFileSystem, str]:
         ) from error  # says "Install s3fs to access S3"
     except ValueError as error:
         near = get_close_matches(get_protocol(url), known_implementations, n=1)
-        hint = f"; did you mean {near[0]}://?" if near else ""
+        hint = ""
+        if near:
+            hint = f"; did you mean {near[0]}://?"
         raise StorageError(f"cannot open {url!r}: {error}{hint}") from error
     _check_name(fs, url)
     if isinstance(fs, (LocalFileSystem, MemoryFileSystem)):
@@ -71,9 +77,11 @@ def open_fs(url: str) -> tuple[AbstractFileSystem, str]:
 
 
 def _check_name(fs: AbstractFileSystem, url: str) -> None:
-    """Raise StorageError for a name in which fsspec reads more than a name, and opens what
-    another name has.
+    """Raise StorageError for a name that no file has, and for one in which fsspec reads more than a
+    name, and opens what another name has.
     """
+    if "\0" in url:
+        raise StorageError(f"cannot open {url!r}: no name has the character of number 0")
     head, chain, rest = url.partition("::")
     if chain and not _is_linked(type(fs)):
         raise StorageError(
@@ -102,12 +110,16 @@ def absolute(url: str) -> str:
     absolute.
     """
     fs, path = open_fs(url)
-    return path if isinstance(fs, LocalFileSystem) else url
+    if isinstance(fs, LocalFileSystem):
+        return path
+    return url
 
 
 def full_name(fs: AbstractFileSystem, path: str) -> str:
     """Return ``path`` for error messages: absolute, with its protocol unless it is local."""
-    return path if isinstance(fs, LocalFileSystem) else str(fs.unstrip_protocol(path))
+    if isinstance(fs, LocalFileSystem):
+        return path
+    return str(fs.unstrip_protocol(path))
 
 
 def join(url: str, *names: str) -> str:
@@ -116,8 +128,11 @@ def join(url: str, *names: str) -> str:
     """
     head, scheme, rest = url.rpartition("://")
     stem = rest.rstrip("/")
-    start = f"{stem}/" if stem or rest else ""
-    return head + scheme + start + "/".join(name.strip("/") for name in names)
+    start = ""
+    if stem or rest:
+        start = f"{stem}/"
+    end = "/".join(name.strip("/") for name in names)
+    return f"{head}{scheme}{start}{end}"
 
 
 def parent(url: str) -> str:
@@ -142,6 +157,24 @@ def list_files(fs: AbstractFileSystem, root: str) -> dict[str, int]:
     except FileNotFoundError:  # a bucket that does not exist
         return {}
     return {str(name)[start:]: _size(fs, name, info) for name, info in files.items()}
+
+
+def check_reached(fs: AbstractFileSystem, path: str) -> None:
+    """Raise StorageError where nothing was found at ``path`` because its server gave no answer, or
+    refused one: fsspec's HTTP filesystem takes each error of a request for a file that is not there.
+    """
+    if "http" not in fs.protocol:
+        return
+    try:
+        fs.info(path)
+    except FileNotFoundError as error:
+        cause = error.__cause__
+        is_absent = getattr(cause, "status", None) == HTTPStatus.NOT_FOUND
+        if cause is None or is_absent or isinstance(cause, FileNotFoundError):
+            return
+        raise StorageError(
+            f"{full_name(fs, path)} cannot be reached: {type(cause).__name__}: {cause}"
+        ) from error
 
 
 def _size(fs: AbstractFileSystem, name: str, info: Mapping[str, Any]) -> int:
@@ -170,14 +203,32 @@ def write_atomic(fs: AbstractFileSystem, path: str, data: bytes | memoryview) ->
     """Write or replace ``path``; a reader sees the whole old file or the whole new one at any
     moment.
 
-    Folders are made as needed. On local files the bytes are on disk when this returns.
+    Folders are made as needed. On local files the bytes are on disk when this returns. A device, a
+    pipe or an open file, such as ``/dev/null`` and ``/dev/stdout``, gets the bytes and stays.
     """
-    if isinstance(fs, LocalFileSystem):
+    if isinstance(fs, LocalFileSystem) and _is_stream(path):
+        with Path(path).open("wb") as stream:
+            stream.write(data)
+    elif isinstance(fs, LocalFileSystem):
         with written_aside(path, data) as aside:
             # fsspec's own commit goes through /tmp and shutil.move, which may copy
             aside.replace(path)
     else:
         fs.pipe_file(path, bytes(data))  # bytes: botocore refuses a memoryview
+
+
+def _is_stream(path: str) -> bool:
+    """Return whether a local path is what a renamed file would take the place of for every process:
+    a device, a pipe, or the name that the system gives an open file. Links of users are none.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISLNK(mode):
+            return any(is_kind(mode) for is_kind in (stat.S_ISCHR, stat.S_ISBLK, stat.S_ISFIFO))
+        names = (str(Path(path).readlink()), os.path.realpath(Path(path).parent))
+    except OSError:  # it is not there yet
+        return False
+    return any(name.startswith("/proc/self/fd") or _OPEN_FILES.match(name) for name in names)
 
 
 def write_exclusive(fs: AbstractFileSystem, path: str, data: bytes | memoryview) -> None:
@@ -306,12 +357,16 @@ def is_full(error: BaseException | None) -> bool:
 def _full(path: Path, error: OSError, nbytes: int | None) -> str:
     folder = next(place for place in path.absolute().parents if place.exists())
     disk = shutil.disk_usage(folder)
-    what = "the quota is used up" if error.errno == errno.EDQUOT else "the disk is full"
+    what = "the disk is full"
+    if error.errno == errno.EDQUOT:
+        what = "the quota is used up"
     free = f"{disk.free:,} of its {disk.total:,} bytes are free"
     if nbytes is None:
         return f"{what}: {free}; make room and start again"
     missing = max(0, nbytes - disk.free)
-    more = f", at least {missing:,} more than there are" if missing else ""
+    more = ""
+    if missing:
+        more = f", at least {missing:,} more than there are"
     return (
         f"{what}: {free}, and {nbytes:,} were to be written next{more}; make room and start again"
     )

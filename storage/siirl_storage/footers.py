@@ -32,7 +32,9 @@ class HeldFooter:
     @property
     def nbytes(self) -> int:
         """Bytes that count against the limit."""
-        stored = self.metadata.serialized_size if self.metadata is not None else 0
+        stored = 0
+        if self.metadata is not None:
+            stored = self.metadata.serialized_size
         return int(stored) + _GROUP * len(self.footer.groups)
 
 
@@ -47,7 +49,11 @@ class FooterCache:
     _nbytes: int = 0
 
     def get(
-        self, path: str, file: pa.NativeFile, kind: Format, groups: Sequence[int]
+        self,
+        path: str,
+        file: pa.NativeFile,
+        kind: Format,
+        groups: Sequence[int],
     ) -> HeldFooter:
         """Return the footer of the part that is open as ``file``, read now if it is not held for a
         file of this size.

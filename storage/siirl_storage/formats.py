@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
-from siirl_storage.errors import CorruptPart, StorageError
+from siirl_storage.errors import CorruptPart, StorageError, clause
 from siirl_storage.files import full_name, open_input
 from siirl_storage.schemas import check_schema
 
@@ -59,7 +59,10 @@ def format_of(path: str) -> Format | None:
 
 
 def encode(
-    table: pa.Table, kind: Format, rows_per_group: int, bytes_per_group: int | None = None
+    table: pa.Table,
+    kind: Format,
+    rows_per_group: int,
+    bytes_per_group: int | None = None,
 ) -> pa.Buffer:
     """Return ``table`` as the bytes of one part. StorageError if the format cannot hold a column.
 
@@ -99,10 +102,14 @@ def _encoding(table: pa.Table) -> dict[str, Any]:
     trace, for hardly a byte less.
     """
     schema = table.schema
-    fractions = {
-        path for field in schema for path, kind in _leaves(field) if pa.types.is_floating(kind)
-    }
-    others = [path for field in schema for path, _ in _leaves(field) if path not in fractions]
+    fractions = []
+    others = []
+    for field in schema:
+        for path, kind in _leaves(field):
+            if pa.types.is_floating(kind):
+                fractions.append(path)
+            else:
+                others.append(path)
     if table.nbytes < _SMALL:
         return {"compression": "snappy", "use_dictionary": others}
     return {
@@ -217,7 +224,7 @@ def damage(fs: AbstractFileSystem, path: str) -> Iterator[None]:
         yield
     except pa.ArrowMemoryError as error:
         raise CorruptPart(
-            full_name(fs, path), f"{error}: it is damaged, or too large for this machine"
+            full_name(fs, path), f"{clause(error)}: it is damaged, or too large for this machine"
         ) from error
     except FileNotFoundError as error:
         raise CorruptPart(full_name(fs, path), "it is not there") from error

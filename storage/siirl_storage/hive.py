@@ -14,8 +14,13 @@ _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 def values(path: str) -> dict[str, str | None]:
     """Return the ``key=value`` folders of a part's relative path; None stands for a null."""
-    pairs = [folder.split("=", 1) for folder in path.split("/")[:-1] if "=" in folder]
-    return {unquote(key): None if value == _NULL else unquote(value) for key, value in pairs if key}
+    found: dict[str, str | None] = {}
+    *folders, _ = path.split("/")
+    for folder in folders:
+        key, equals, value = folder.partition("=")
+        if key and equals:
+            found[unquote(key)] = None if value == _NULL else unquote(value)
+    return found
 
 
 def fields(paths: Iterable[str]) -> dict[str, pa.Field]:
@@ -26,15 +31,11 @@ def fields(paths: Iterable[str]) -> dict[str, pa.Field]:
     for path in paths:
         for key, value in values(path).items():
             folders.setdefault(key, []).append(value)
-    return {
-        key: pa.field(
-            key,
-            pa.int64()
-            if all(value is None or _is_int64(value) for value in column)
-            else pa.string(),
-        )
-        for key, column in folders.items()
-    }
+    found = {}
+    for key, column in folders.items():
+        are_integers = all(value is None or _is_int64(value) for value in column)
+        found[key] = pa.field(key, pa.int64() if are_integers else pa.string())
+    return found
 
 
 def scalar(value: str | None, kind: pa.DataType) -> pa.Scalar:

@@ -129,7 +129,9 @@ def part_entry(part: Part) -> dict[str, Any]:
         "bytes": part.nbytes,
         "groups": list(part.groups),
     }
-    return entry if part.sha256 is None else {**entry, "sha256": part.sha256}
+    if part.sha256 is None:
+        return entry
+    return {**entry, "sha256": part.sha256}
 
 
 def parse_part(entry: Any) -> Part:

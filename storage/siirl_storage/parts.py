@@ -55,7 +55,9 @@ def parse_part_name(name: str) -> tuple[int, int, Format] | None:
     index = int(match[1])
     count = int(match[2])
     kind = Format(match[3])
-    return (index, count, kind) if index < count and part_name(index, count, kind) == name else None
+    if index >= count or part_name(index, count, kind) != name:
+        return None
+    return index, count, kind
 
 
 def write_part(
@@ -105,4 +107,7 @@ def complete_names(names: Iterable[str]) -> list[str] | None:
     parts = {name: parsed for name in names if (parsed := parse_part_name(name))}
     found = sorted(parts, key=lambda name: parts[name][0])
     expected = [(index, len(found)) for index in range(len(found))]
-    return found if found and [parts[name][:2] for name in found] == expected else None
+    numbers = [parts[name][:2] for name in found]
+    if found and numbers == expected:
+        return found
+    return None

@@ -16,7 +16,7 @@ from fsspec import AbstractFileSystem
 from siirl_storage import hive
 from siirl_storage.committed import by_folder, is_numbered, whole_folders
 from siirl_storage.errors import StorageError, TableNotFound
-from siirl_storage.files import at, full_name, list_files, open_fs, parent
+from siirl_storage.files import at, check_reached, full_name, list_files, open_fs, parent
 from siirl_storage.formats import ENDINGS, Footer, format_of, read_footer
 from siirl_storage.parts import Part
 from siirl_storage.schemas import difference
@@ -49,6 +49,7 @@ def open_plain(url: str) -> Snapshot:
         name for name in files if format_of(name) and not _is_hidden(name) and name not in left_out
     )
     if not names:
+        check_reached(fs, root)
         raise TableNotFound(_nothing_here(full_name(fs, root), list(files)))
     footers = read_footers(fs, root, names)
     parts = tuple(
@@ -78,11 +79,10 @@ def _uncommitted(fs: AbstractFileSystem, root: str, files: Mapping[str, int]) ->
     folders = {
         folder: names for folder, names in by_folder(files).items() if any(map(is_numbered, names))
     }
-    theirs = {
-        f"{folder}/{name}" if folder else name
-        for folder, names in folders.items()
-        for name in names
-    }
+    theirs = set()
+    for folder, names in folders.items():
+        for name in names:
+            theirs.add(f"{folder}/{name}" if folder else name)
     numbered = {name: files[name] for name in theirs}
     return theirs - {name for names in whole_folders(fs, root, numbered).values() for name in names}
 
@@ -107,15 +107,16 @@ def _nothing_here(where: str, files: Sequence[str]) -> str:
             f"{looked}; there are only parts that no record _parts-NNNN.json beside them lists as "
             "whole"
         )
-    return (
-        f"{looked}; found {len(files)} other files"
-        if files
-        else f"{looked}; there are no files at all"
-    )
+    if files:
+        return f"{looked}; found {len(files)} other files"
+    return f"{looked}; there are no files at all"
 
 
 def _common_schema(
-    fs: AbstractFileSystem, root: str, names: Sequence[str], footers: Sequence[Footer]
+    fs: AbstractFileSystem,
+    root: str,
+    names: Sequence[str],
+    footers: Sequence[Footer],
 ) -> pa.Schema:
     keys = hive.fields(names)
     schema: pa.Schema | None = None
@@ -127,7 +128,8 @@ def _common_schema(
         if schema is None:
             schema = own
             continue
-        if differs := difference(_with_types(schema, own), own):
+        differs = difference(_with_types(schema, own), own)
+        if differs:
             raise StorageError(
                 f"{full_name(fs, at(root, name))} does not go with {names[0]}: it {differs}"
             )

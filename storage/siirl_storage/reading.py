@@ -58,7 +58,7 @@ def read_rows(
     CorruptPart if the part is missing or damaged, or if the rows of its groups are not ``groups``;
     TooLarge if the row group or the rows take more than ``max_bytes`` (None: the machine's memory).
     """
-    bound = _machine_memory() if max_bytes is None else max_bytes
+    bound = _limit(max_bytes)
     where = f"row group {index} of {full_name(fs, path)}"
     alone = footers is not None  # and not all row groups of the part in turn
     with damage(fs, path), open_input(fs, path, _READ_AHEAD if alone else None) as file:
@@ -97,7 +97,7 @@ def read_part(fs: AbstractFileSystem, path: str, *, max_bytes: int | None = None
     CorruptPart if the part is missing or damaged; TooLarge if a row group takes more than
     ``max_bytes`` (None: the machine's memory).
     """
-    bound = _machine_memory() if max_bytes is None else max_bytes
+    bound = _limit(max_bytes)
     kind = known_format(path)
     where = full_name(fs, path)
     with damage(fs, path), open_input(fs, path) as file:
@@ -122,9 +122,9 @@ def read_part(fs: AbstractFileSystem, path: str, *, max_bytes: int | None = None
         str(schema)  # names are decoded only when they are looked at
         check_schema(schema, where)
         named = ((f"row group {index} of {where}", batches) for index, batches in enumerate(groups))
-        selected = [
-            batch for name, batches in named for batch in _select(batches, None, bound, name)
-        ]
+        selected: list[pa.RecordBatch] = []
+        for name, batches in named:
+            selected.extend(_select(batches, None, bound, name))
         return pa.Table.from_batches(selected, schema)
 
 
@@ -157,7 +157,7 @@ def read_batches(
     as a whole. CorruptPart as in ``read_rows``; TooLarge if one batch takes more than ``max_bytes``
     (None: the machine's memory).
     """
-    bound = _machine_memory() if max_bytes is None else max_bytes
+    bound = _limit(max_bytes)
     with damage(fs, path), open_input(fs, path) as file:
         kind = known_format(path)
         footer = footer_of(file, kind)
@@ -296,10 +296,14 @@ def _group_batches(
     """
     size, repeatable = sizes
     mean = max(1, size // max(1, reader.metadata.row_group(index).num_rows))
-    fitting = max(bound // max(1, repeatable), min(_FEW_ROWS, most // max(1, repeatable)))
+    row_bytes = max(1, repeatable)
+    fitting = max(bound // row_bytes, min(_FEW_ROWS, most // row_bytes))
     rows = min(_BATCH_ROWS, _BATCH_BYTES // mean, fitting)
     batches = reader.iter_batches(
-        max(1, rows), row_groups=[index], columns=list(columns), use_threads=size > _SMALL
+        max(1, rows),
+        row_groups=[index],
+        columns=list(columns),
+        use_threads=size > _SMALL,
     )
     return (batch.select(list(columns)) for batch in batches)  # they come in the file's order
 
@@ -348,6 +352,13 @@ def _arrow_batches(
         wanted = [0]  # an empty list would mean every field
     reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=wanted))
     return reader.schema, (reader.get_batch(number) for number in (index,))
+
+
+def _limit(max_bytes: int | None) -> int:
+    """Return a limit in bytes; the machine's memory for None."""
+    if max_bytes is None:
+        return _machine_memory()
+    return max_bytes
 
 
 def _machine_memory() -> int:

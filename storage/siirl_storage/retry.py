@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
+from traceback import walk_tb
 from typing import ParamSpec, TypeVar
 
 from fsspec.config import conf
@@ -156,6 +157,16 @@ def is_transient(error: BaseException) -> bool:
     if isinstance(error, _NEVER) or any(_name(type(one)) in _REFUSED for one in causes):
         return False
     return any(map(_passes, causes))
+
+
+def is_of_store(error: BaseException) -> bool:
+    """Return whether the driver of a store raised ``error`` for an operation on a filesystem of
+    ``open_fs``: an exception of its own, or of the operating system. Others are bugs.
+    """
+    if type(error).__module__ == "builtins" and not isinstance(error, OSError):
+        return False
+    modules = {frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)}
+    return __name__ in modules
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -98,7 +98,10 @@ class RetryingFileSystem(AbstractFileSystem):  # type: ignore[misc]
         _removed(self.fs.rmdir, path)
 
     def rm(
-        self, path: str | list[str], recursive: bool = False, maxdepth: int | None = None
+        self,
+        path: str | list[str],
+        recursive: bool = False,
+        maxdepth: int | None = None,
     ) -> None:
         _removed(self.fs.rm, path, recursive=recursive, maxdepth=maxdepth)
 
@@ -107,7 +110,9 @@ class RetryingFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _open(self, path: str, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
         file = retry(self.fs.open, path, mode, *args, **kwargs)
-        return _RetryingReader(file) if mode == "rb" else file
+        if mode == "rb":
+            return _RetryingReader(file)
+        return file
 
     def _is(self, path: str, holds: Callable[[dict[str, Any]], bool], **kwargs: Any) -> bool:
         try:

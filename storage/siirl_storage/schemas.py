@@ -44,7 +44,8 @@ def conform(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
     """
     if table.schema.equals(schema, check_metadata=True):
         return table
-    if differs := difference(schema, table.schema):
+    differs = difference(schema, table.schema)
+    if differs:
         raise StorageError(f"{where} {differs}")
     try:
         return table.select(schema.names).cast(schema)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -68,12 +69,12 @@ class Snapshot:
 
     def row_groups(self) -> tuple[RowGroup, ...]:
         """Return every row group that has rows, in table order."""
-        return tuple(
-            RowGroup(part.path, index, rows)
-            for part in self.parts
-            for index, rows in enumerate(part.groups)
-            if rows
-        )
+        groups = []
+        for part in self.parts:
+            for index, rows in enumerate(part.groups):
+                if rows:
+                    groups.append(RowGroup(part.path, index, rows))
+        return tuple(groups)
 
     def read_row_group(
         self,
@@ -127,7 +128,9 @@ class Snapshot:
                 total += tables[-1].nbytes
                 if max_bytes is not None and total > max_bytes:
                     raise TooLarge(self.url, total, max_bytes)
-        return pa.concat_tables(tables) if tables else schema.empty_table()
+        if tables:
+            return pa.concat_tables(tables)
+        return schema.empty_table()
 
     def batches(
         self, columns: Sequence[str] | None = None, *, max_bytes: int | None = None
@@ -206,7 +209,11 @@ class Snapshot:
         return _as_promised(self._with_folder_columns(table, part, schema, count), schema, fs, path)
 
     def _with_folder_columns(
-        self, table: pa.Table, part: Part, schema: pa.Schema, count: int
+        self,
+        table: pa.Table,
+        part: Part,
+        schema: pa.Schema,
+        count: int,
     ) -> pa.Table:
         """Return ``table``, of ``count`` rows of ``part``, with the columns that only its
         folders' names have.
@@ -219,12 +226,14 @@ class Snapshot:
 
 
 def _ascending(rows: Sequence[int], count: int) -> bool:
-    return all(before < after for before, after in zip([-1, *rows], [*rows, count], strict=True))
+    bounded = [-1, *rows, count]
+    return all(before < after for before, after in pairwise(bounded))
 
 
 def _as_promised(table: pa.Table, schema: pa.Schema, fs: AbstractFileSystem, path: str) -> pa.Table:
     """Return ``table`` in the snapshot's schema; CorruptPart if the file differs from it."""
-    if differs := difference(schema, table.schema):
+    differs = difference(schema, table.schema)
+    if differs:
         raise CorruptPart(full_name(fs, path), f"it {differs}")
     try:
         return table.select(schema.names).cast(schema)

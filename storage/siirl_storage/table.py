@@ -136,7 +136,8 @@ def stage(
     StorageError if the format cannot give a column back as it is.
     """
     back = decode_footer(encode(table.schema.empty_table(), format, 1), format).schema
-    if differs := difference(table.schema, back):
+    differs = difference(table.schema, back)
+    if differs:
         raise StorageError(
             f"this table stored as {format} {differs}: cast it first, or use another format"
         )
@@ -172,11 +173,14 @@ def commit(
     whether it succeeded does it again.
     """
     fs, root = open_fs(url)
-    if bad := [part.path for part in parts if not is_below(part.path)]:
+    bad = [part.path for part in parts if not is_below(part.path)]
+    if bad:
         raise StorageError(f"part paths {bad} do not lie below {full_name(fs, root)}")
     if len({part.path for part in parts}) < len(parts):
         raise StorageError(f"the parts to commit to {full_name(fs, root)} name one part twice")
-    latest = None if replace else _latest(fs, root)
+    latest = None
+    if not replace:
+        latest = _latest(fs, root)
     footers = read_footers(fs, root, [part.path for part in parts])
     if schema is None and latest:
         schema = latest.schema
@@ -191,9 +195,12 @@ def commit(
             raise CorruptPart(
                 where, f"it has {sum(footer.groups)} rows, and {part.rows} were staged"
             )
-        if differs := difference(schema, footer.schema):
+        differs = difference(schema, footer.schema)
+        if differs:
             raise StorageError(f"{where} {differs}")
-    version = 1 if new else None
+    version = None
+    if new:
+        version = 1
     return _publish(url, parts, schema, properties, version=version, replace=replace)
 
 
@@ -216,8 +223,12 @@ def _publish(
             )
     token = uuid4().hex
     for attempt in range(_ATTEMPTS):
-        latest = _latest(fs, root) if version is None else None
-        number = latest.version + 1 if latest else 1
+        latest = None
+        if version is None:
+            latest = _latest(fs, root)
+        number = 1
+        if latest:
+            number = latest.version + 1
         if replace:
             latest = None
         if latest and (differs := difference(latest.schema, schema)):
@@ -275,7 +286,9 @@ def _all_new(latest: Manifest, parts: Sequence[Part], where: str) -> bool:
 
 def _latest(fs: AbstractFileSystem, root: str) -> Manifest | None:
     versions = list_versions(fs, root)
-    return read_manifest(fs, root, versions[-1]) if versions else None
+    if versions:
+        return read_manifest(fs, root, versions[-1])
+    return None
 
 
 def _snapshot(url: str, manifest: Manifest) -> Snapshot:

@@ -51,6 +51,7 @@ every_correction = pytest.mark.parametrize("correction", CORRECTIONS.values(), i
 def test_hand_checked_values():
     assert_close(truncated_is(MISMATCH), torch.tensor([0.25, 1.0, 1.5, 2.0]))
     assert_close(truncated_is(MISMATCH, cap=1.2), torch.tensor([0.25, 1.0, 1.2, 1.2]))
+    assert_close(truncated_is(MISMATCH, cap=1.2, low=0.5), torch.tensor([0.5, 1.0, 1.2, 1.2]))
     assert_close(masked_is(MISMATCH), torch.tensor([0.0, 1.0, 1.5, 0.0]))
     # geometric means: sqrt(.25) = .5 and sqrt(6) = 2.449
     assert reject_sequences(MISMATCH, low=0.49, high=2.4).tolist() == [1, 1, 0, 0]
@@ -192,9 +193,10 @@ def test_an_empty_range_is_refused(correction, low, high):
         correction(EXAMPLE, low=low, high=high)
 
 
-def test_a_cap_of_0_is_refused():
-    with pytest.raises(ValueError, match="cap=0: expected more than 0"):
-        truncated_is(EXAMPLE, cap=0)
+@pytest.mark.parametrize("bounds", [{"cap": 0}, {"low": 3.0}, {"low": -1.0}])
+def test_bounds_that_leave_no_weight_are_refused(bounds):
+    with pytest.raises(ValueError, match="expected cap above 0, and low from 0 to cap"):
+        truncated_is(EXAMPLE, **bounds)
 
 
 @pytest.mark.parametrize("correction", [reject_divergent, mask_off_policy])

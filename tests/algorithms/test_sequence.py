@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import pairwise
 from math import exp
 
 import pytest
@@ -116,20 +117,27 @@ def test_gmpo_clips_from_below_for_negative_advantages():
 
 
 def test_gmpo_equals_a_loop_over_rows():
+    """Tokens of a row may have different advantages, 0 among them: they are bounded from below."""
     generator = torch.Generator().manual_seed(1)
-    old, moved = torch.randn(2, 9, generator=generator)
-    offsets, per_row = [0, 4, 4, 9], [0.7, 1.0, -1.3]
-    advantages = torch.tensor([0.7] * 4 + [-1.3] * 5)
-    loss = gmpo(
+    old, moved = torch.randn(2, 12, generator=generator)
+    offsets = [0, 4, 4, 9, 12]
+    advantages = [0.7] * 4 + [-1.3, 0.0, 0.0, 2.0, -1.3] + [0.0] * 3
+    result = gmpo(
         inputs(old + moved, old, advantages, offsets=torch.tensor(offsets)),
         clip_low=0.3,
         clip_high=0.5,
-    ).loss
-    for row, advantage in enumerate(per_row):
-        log_ratios = moved[offsets[row] : offsets[row + 1]].tolist()
-        clipped = [min(d, 0.5) if advantage > 0 else max(d, -0.3) for d in log_ratios]
-        expected = [-advantage * exp(sum(clipped) / len(clipped))] * len(clipped) if clipped else []
-        assert_close(loss[offsets[row] : offsets[row + 1]], torch.tensor(expected))
+    )
+    clipped = [
+        min(log_ratio, 0.5) if advantage > 0 else max(log_ratio, -0.3)
+        for log_ratio, advantage in zip(moved.tolist(), advantages, strict=True)
+    ]
+    for begin, end in pairwise(offsets):
+        row = clipped[begin:end]
+        expected = [-advantage * exp(sum(row) / len(row)) for advantage in advantages[begin:end]]
+        assert_close(result.loss[begin:end], torch.tensor(expected))
+    assert torch.equal(
+        result.metrics["clip_fraction"], (moved != torch.tensor(clipped)).to(torch.float32)
+    )
 
 
 @pytest.mark.parametrize("surrogate", [gspo, gmpo])

@@ -197,6 +197,27 @@ def test_magrpo_by_hand():
     close(given.advantages, [0, 0, 0, 0, -1, 0, -1, 0, 1, 1])
 
 
+@given(rows=episodes(), cuts=st.lists(st.integers(0, 3), min_size=12, max_size=12))
+def test_each_turn_is_in_the_round_of_its_number_in_its_part(rows, cuts):
+    """Agents may take different numbers of turns: the last rounds are of those that go on."""
+    rounds = outcomes_of(in_segments(rows, cuts[: len(rows)])).rounds()
+    numbered = [sorted(at for at, turns in enumerate(of) for _ in turns) for of in rounds]
+    expected = {}
+    for row in rows:
+        expected.setdefault(row.episode, []).extend(range(len(row.turns)))
+    assert numbered == [sorted(numbers) for numbers in expected.values()]
+    taken = sorted(turn for of in rounds for turns in of for turn in turns)
+    assert taken == list(range(sum(len(row.turns) for row in rows)))
+
+
+def test_a_team_is_rewarded_for_turns_that_one_agent_takes_alone():
+    rows = [
+        Row(0, 0, (turn(1), turn(0), turn(4)), agent=0),
+        Row(0, 0, (turn(0),), agent=1),
+    ]
+    close(magrpo(outcomes_of(rows), discount=0.5).returns, [2, 2, 4, 2])
+
+
 @pytest.mark.parametrize("advantage", OWN.values(), ids=OWN)
 def test_agents_are_not_compared_with_each_other(advantage):
     """An agent whose rewards lie elsewhere moves no other agent's numbers."""

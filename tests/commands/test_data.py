@@ -1,5 +1,7 @@
 """``siirl-dask data`` as a user types it: what it prints, and what it refuses."""
 
+import json
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,6 +14,7 @@ from siirl_dask.datasets.lengths import LengthDistribution, characters
 from siirl_dask.datasets.summary import summarise
 from tests.datasets.kinds import KINDS
 from tests.images.pictures import png
+from tests.settings import digits_overrides
 
 
 def said(capsys, *arguments):
@@ -95,6 +98,20 @@ def test_show_looks_into_whatever_can_be_imported(kind, capsys, tmp_path):
     assert "12 rows" in text.splitlines()[0]
     fewer = said(capsys, "show", kind(tmp_path / "again"), "--rows", 5).splitlines()
     assert ("rows are not counted" in fewer[0]) is (kind.__name__ in UNCOUNTED)
+
+
+def test_show_measures_a_column_of_messages_by_whatever_name(capsys, write):
+    messages = [{"role": "user", "content": "2+2?"}]
+    rows = write(json.dumps({"answer": "4", "messages": messages}), "rows.jsonl")
+    assert "Lengths of messages, in characters" in said(capsys, "show", rows)
+
+
+def test_a_folder_of_a_model_is_no_dataset(capsys, digits_task, tmp_path):
+    task = dict(one.split("=", 1) for one in digits_overrides(digits_task, tmp_path))
+    for arguments in (["show"], ["import"]):
+        target = [tmp_path / "t"] if arguments == ["import"] else []
+        err = refused(capsys, *arguments, task["model.path"], *target)
+        assert "holds a model, and no rows" in err
 
 
 def test_show_counts_tokens_where_a_tokenizer_is_given(capsys, prompts, digits_task):

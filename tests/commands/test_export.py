@@ -19,8 +19,9 @@ from siirl_dask.cli import main
 from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig, VllmConfig
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Device, Rank
-from siirl_dask.driver.phases import dags
+from siirl_dask.driver.phases import dags, model_versions
 from siirl_dask.errors import CheckpointError, ConfigError
+from siirl_dask.models.shapes import weights_digest
 from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoint_state import CheckpointState
@@ -66,7 +67,7 @@ def run(request, digits_task, tmp_path):
         shipped("quickstart.yaml"), [*digits_overrides(digits_task, url), *more]
     )
     config = file.config
-    write_identity(config, dags(file)[0], replace=False)
+    write_identity(config, dags(file)[0], replace=False, models=model_versions(config))
     trainer = build_trainer(
         Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout
     )
@@ -219,6 +220,55 @@ def test_verify_finds_biases_of_experts_that_are_not_the_bases(run, dtype, tmp_p
             with pytest.raises(ConfigError, match=said):
                 export(url, str(tmp_path / "other"), dtype=dtype, verify=True)
         assert not (tmp_path / "other").exists()
+
+
+def with_other_weights(base):
+    """Replace the weights of a folder by others of the same shapes."""
+    file = base / "model.safetensors"
+    tensors = {name: tensor + 0.01 for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("run", ["adapters"], indirect=True)
+def test_adapters_are_merged_with_the_weights_that_they_learned_on_alone(run, tmp_path):
+    url, base, _ = run
+    original = (base / "model.safetensors").read_bytes()
+    with_other_weights(base)
+    for verify in (False, True):
+        with pytest.raises(ConfigError, match="has other weights than when run"):
+            export(url, str(tmp_path / "out"), verify=verify)
+    assert not (tmp_path / "out").exists()
+    export(url, str(tmp_path / "adapter"), adapter=True)
+    (base / "model.safetensors").write_bytes(original)
+    export(url, str(tmp_path / "out"), verify=True)
+
+
+@pytest.mark.parametrize("run", ["tied"], indirect=True)
+def test_a_model_that_learned_whole_needs_no_weights_of_its_base(run, tmp_path):
+    url, base, _ = run
+    with_other_weights(base)
+    export(url, str(tmp_path / "out"), verify=True)
+    record = Path(url) / "identity.json"
+    document = json.loads(record.read_text())
+    assert [*document["models"]] == ["model.path"]
+    del document["models"]
+    record.write_text(json.dumps(document))
+    export(url, str(tmp_path / "earlier"))  # a run of an earlier version has recorded none
+
+
+def test_the_digest_of_weights_is_of_their_content(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        content = {"weight": torch.arange(2_000_000, dtype=torch.float32)}
+        save_file(content, tmp_path / name / "model.safetensors")
+    digest = weights_digest(str(tmp_path / "a"))
+    assert digest == weights_digest(str(tmp_path / "b"))
+    (tmp_path / "b" / "config.json").write_text("{}")
+    assert digest == weights_digest(str(tmp_path / "b")), "of weights alone"
+    content["weight"][1_000_000:] += 1.0
+    save_file(content, tmp_path / "b" / "model.safetensors")
+    assert digest != weights_digest(str(tmp_path / "b"))
+    assert weights_digest(str(tmp_path)) == weights_digest("hf://org/model") == ""
 
 
 @pytest.mark.parametrize("run", ["adapters"], indirect=True)

@@ -303,6 +303,45 @@ def test_a_script_that_does_not_end_is_refused(tmp_path, text):
         questions_of(tmp_path, text)
 
 
+DECISIONS = {
+    "data.url": "/rows.parquet",
+    "cluster.placement": "{}",
+    "rewards.function": "siirl_dask.rewards:exact_match",
+    "algorithm.loss": "siirl_dask.algorithms:ppo_clip",
+    "algorithm.old_logprobs": "rollout_logprobs",
+    "trainer.backend": "megatron",
+    "trainer.lora.targets": "[all-linear]",
+}
+"""Keys that the scripts below leave open, and what a person may write."""
+_LOSS = {"algorithm.loss"}
+OPEN_KEYS = {
+    "generation/run_deepseek_llm_7b.sh": {"data.url"},
+    "grpo_trainer/run_minicpm_o_2_6_fsdp.sh": {"data.url"},
+    "grpo_trainer/run_mistral_nemo_12b_skyworkrm_fsdp.sh": {"rewards.function"},
+    "mtp_trainer/run_mimo_7b_mtp_fully_async_megatron_multinode.sh": {"cluster.placement"} | _LOSS,
+    "mtp_trainer/run_mimo_7b_mtp_megatron.sh": _LOSS,
+    "mtp_trainer/run_mimo_7b_mtp_rl_vllm_sgl_megatron.sh": _LOSS,
+    "on_policy_distillation_trainer/run_qwen3_0.6b_opd_veomni.sh": _LOSS,
+    "on_policy_distillation_trainer/run_qwen3_5_4b_fsdp.sh": _LOSS,
+    "on_policy_distillation_trainer/run_qwen3_8b_fsdp.sh": _LOSS,
+    "on_policy_distillation_trainer/run_qwen3_8b_megatron.sh": _LOSS,
+    "on_policy_distillation_trainer/run_qwen3_8b_mopd_fsdp.sh": _LOSS,
+    "on_policy_distillation_trainer/run_qwen3_8b_mopd_veomni.sh": _LOSS,
+    "on_policy_distillation_trainer/run_qwen3_vl_8b_fsdp.sh": _LOSS,
+    "rollout_correction/run_qwen2_5_7b_fsdp.sh": {"rewards.function"} | _LOSS,
+    "rollout_correction/run_qwen2_5_7b_fsdp_multi_rs.sh": {
+        "algorithm.old_logprobs",
+        "rewards.function",
+    },
+    "sft/gsm8k/run_qwen3_5_397b_a17b_megatron.sh": {"data.url", "rewards.function"},
+    "sft/gsm8k/run_qwen_megatron_fsdp.sh": {"data.url"},
+    "sft/vlm/run_qwen3_vl_2b_fsdp.sh": {"data.url", "rewards.function"},
+    "tuning/lora/run_qwen2_5_vl_7b_fsdp.sh": {"trainer.lora.targets"},
+    "tuning/lora/run_qwen3_30b_a3b_megatron.sh": {"trainer.backend"},
+}
+"""Keys that a script leaves open: what it trains by, or with, that has no counterpart."""
+
+
 def recorded_lists():
     recorded = json.loads((FILES / "verl_words.json").read_text())
     return {
@@ -328,7 +367,10 @@ def test_verls_own_examples_become_configurations_with_every_option_accounted_fo
         assert not missing, name
         path = tmp_path / "migrated.yaml"
         path.write_text(done.text)
-        assert load_config_file(path).config.run.steps > 0
+        asked = {key for key in DECISIONS if f"TO DECIDE: {key}: " in done.report}
+        assert asked == OPEN_KEYS.get(name, set()), name
+        decided = [f"{key}={DECISIONS[key]}" for key in asked]
+        assert load_config_file(path, decided).config.run.steps > 0, name
 
 
 def test_source_is_not_followed_and_named(tmp_path):

@@ -140,6 +140,7 @@ def test_what_a_parser_reads_comes_from_the_command_line(tmp_path, script, capsy
     model = load(written_model(script, tmp_path)).model.path
     words = ["accelerate", "launch", "--num_processes", "2", script("trl_parser")]
     more = ["--model_name_or_path", model, "--use_peft", "--lora_r", "4", "--max_steps", "2", "--bf16", "False",
+            "--lora_target_modules", "all-linear",
             "--learning_rate", "1e-5",
             "--num_generations", "4", "--max_completion_length=8", "--output_dir", str(tmp_path / "run")]  # fmt: skip
     path, done = written(tmp_path, *words, *more)
@@ -164,7 +165,7 @@ def test_the_yaml_of_trls_own_command_is_read(tmp_path):
         assert 'functions: ["trl.rewards:accuracy_reward", "mine:f"]' in done.text
         assert 'path: "hf://org/m"' in done.text
         assert "answer: solution" in done.text
-        assert "loss_options: {clip_low: 1.0, clip_high: 5" in done.text
+        assert "loss_options: {clip_low: 1.0, clip_high: 4" in done.text
         assert ("grpo_kl.yaml" in done.text) == (len(words) > 1)
 
 
@@ -331,7 +332,7 @@ def test_what_cannot_be_known_is_left_to_decide(tmp_path, script):
     assert "n: ???  # TO DECIDE: num_generations is `n`" in done.text
     assert "batch_size: ???  # TO DECIDE: it follows from num_generations" in done.text
     assert (
-        "options: ???  # TO DECIDE: reward_funcs is `mine, which is in a script that trains"
+        "options: ???  # TO DECIDE: importing the script trains, so mine cannot be called there"
         in done.text
     )
     assert "loss: ???  # TO DECIDE: loss_type=sft has no counterpart" in done.text

@@ -297,9 +297,9 @@ def test_parameters_are_counted_from_headers(digits_task, tmp_path):
     assert found == ModelSize(sum(sizes), len(sizes), max(sizes), found.layer)
     assert 0 < 2 * found.layer < found.total, "of two equal layers, and embeddings besides"
     assert count_parameters(str(tmp_path)) is None
-    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 100)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(
-        ConfigError, match=r"broken.safetensors is no safetensors file: a header of"
+        ConfigError, match=r"model.safetensors is no whole safetensors file: a header of"
     ):
         count_parameters(str(tmp_path))
 

@@ -11,7 +11,7 @@ import pytest
 
 from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.driver.failure_text import failure_of, failure_text
+from siirl_dask.driver.failure_text import failure_text, run_failure_of
 from siirl_dask.driver.phases import dags
 from siirl_dask.errors import DataError, RunError
 from siirl_dask.observe import (
@@ -100,7 +100,7 @@ def test_an_error_is_printed_and_recorded_without_secrets(run, capsys):
     error.add_note(f"export HF_TOKEN={SECRET}")
     announce(error)
     assert SECRET not in capsys.readouterr().err
-    failure = failure_of(error, f"siirl-dask run c.yaml model.path={MODEL}")
+    failure = run_failure_of(error, f"siirl-dask run c.yaml model.path={MODEL}")
     assert SECRET not in f"{failure}"
     assert "model.path=https://[redacted]@host/model" in str(failure.resume)
 

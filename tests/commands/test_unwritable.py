@@ -10,7 +10,7 @@ from siirl_dask import grpo
 from siirl_dask.cli import main
 from siirl_dask.commands import script
 from siirl_dask.config.file import shipped
-from siirl_dask.driver import run, single_pass
+from siirl_dask.driver import launch_loop, single_pass
 from tests.conftest import digits_overrides
 
 CONFIG = str(shipped("quickstart.yaml"))
@@ -29,7 +29,7 @@ def here(digits_task, tmp_path, monkeypatch):
     def refuse(config, progress):
         pytest.fail("a cluster was started")
 
-    for module in (run, single_pass):
+    for module in (launch_loop, single_pass):
         monkeypatch.setattr(module, "connect", refuse)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()

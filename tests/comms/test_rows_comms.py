@@ -15,10 +15,11 @@ from distributed.comm.registry import Backend, get_backend
 from distributed.core import ConnectionPool, Server
 from distributed.security import Security
 
-from siirl_dask.comms import backends, wire
+from siirl_dask.comms import backends, listeners, wire
 from siirl_dask.comms.sockets import Scheme
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.errors import PeerError
+from tests.comms.ucxx_here import needs_ucxx
 
 ROOT = Path(__file__).resolve().parents[2]
 SECURITY = Security.temporary()
@@ -30,6 +31,7 @@ SCHEMES = [
         Scheme.UNIX,
         marks=pytest.mark.skipif(not shared_memory_domain(), reason="abstract sockets need Linux"),
     ),
+    pytest.param(Scheme.UCXX, marks=needs_ucxx),
 ]
 
 
@@ -147,8 +149,8 @@ def test_a_certificate_of_another_authority_is_refused_at_once():
 
 
 def test_a_stranger_that_says_nothing_is_closed_and_one_that_says_too_much(monkeypatch):
-    monkeypatch.setattr(backends, "_HANDSHAKE_SECONDS", 0.2)
-    monkeypatch.setattr(backends, "_GRACE", 0.1)
+    monkeypatch.setattr(listeners, "_HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(listeners, "_GRACE", 0.1)
     said = [
         b"",
         b"GET / HTTP/1.1\r\n\r\n" * 9,
@@ -284,8 +286,8 @@ def test_the_wheel_names_the_backends_where_dask_looks_for_them(tmp_path, monkey
 
 def test_a_handshake_that_took_too_long_has_ended_before_its_socket_is_closed(monkeypatch):
     """It watches the socket's number, which the next connection may get."""
-    monkeypatch.setattr(backends, "_HANDSHAKE_SECONDS", 0.05)
-    monkeypatch.setattr(backends, "_GRACE", 0.05)
+    monkeypatch.setattr(listeners, "_HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr(listeners, "_GRACE", 0.05)
 
     async def work():
         ended = asyncio.Event()
@@ -297,7 +299,7 @@ def test_a_handshake_that_took_too_long_has_ended_before_its_socket_is_closed(mo
                 ended.set()
 
         with pytest.raises(TimeoutError):
-            await backends._within_limit(greet())
+            await listeners._within_limit(greet())
         return ended.is_set()
 
     assert asyncio.run(work())

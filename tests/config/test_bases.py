@@ -44,6 +44,13 @@ def test_an_empty_base_is_no_base(write, bases):
     assert load(write(f"base: {bases}\n{NEEDED}")).data.url == str(Path.cwd() / "rows")
 
 
+def test_a_link_to_itself_is_named(tmp_path):
+    link = tmp_path / "loop.yaml"
+    link.symlink_to(link)
+    with pytest.raises(ConfigError, match=r"loop\.yaml: expected a YAML file .*symbolic links"):
+        load(link)
+
+
 def test_a_cycle_is_found_behind_a_list_and_a_folder(write):
     write(NEEDED, "good.yaml")
     write("base: [../good.yaml, b.yaml]\n", "deep/a.yaml")

@@ -24,6 +24,12 @@ def values(names):
         st.sampled_from(
             ["", "x", "$", "${", "}", "???", "1e-4", "true", "null", "${ b }", "$${b}"]
         ),
+        st.sampled_from(["", "x", "$", "\\", "\\\\"]).flatmap(
+            lambda before: st.sampled_from(["TEXT", "INTERPOLATION", "MISSING", "ABSENT"]).map(
+                lambda variable: f"{before}${{oc.env:{variable}}}"
+            )
+        ),
+        st.sampled_from(["\\\\${b}", "x${oc.env:TEXT}\\${b}", "$\\${{b}"]),
     )
     plain = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from([0.5, 1e-5]))
     return st.recursive(
@@ -46,6 +52,19 @@ PARTS = st.fixed_dictionaries(
 )
 
 
+@pytest.fixture(scope="module")
+def variables():
+    """Variables of the environment: a text, one that looks like a reference, one like a missing
+    value.
+    """
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TEXT", "a text")
+        environment.setenv("INTERPOLATION", "${b}")
+        environment.setenv("MISSING", "???")
+        environment.delenv("ABSENT", raising=False)
+        yield
+
+
 def answer(resolve, name):
     try:
         return resolve(name, "run.yaml")
@@ -57,8 +76,10 @@ def answer(resolve, name):
 @example({"a": {"b": "${.c}", "c": 1}})
 @example({"a": {"b": "${a.c}", "c": ["${b.a}"]}, "b": {"a": True}})
 @example({"a": "${b.c}", "b": {"c": "\\${a}"}})
+@example({"a": "x${b.c}", "b": {"c": "\\${a}${oc.env:TEXT}"}})
+@example({"a": "${b.c}", "b": {"c": "${oc.env:INTERPOLATION}", "d": "${oc.env:MISSING}"}})
 @given(PARTS)
-def test_every_part_resolves_to_what_omegaconf_makes_of_it(parts):
+def test_every_part_resolves_to_what_omegaconf_makes_of_it(variables, parts):
     here = Interpolations(parts)
     try:
         OmegaConf.create(parts)
@@ -75,6 +96,19 @@ def test_shipped_configs_are_what_omegaconf_makes_of_them(name, monkeypatch):
     followed = load_config_file(path, overrides)
     monkeypatch.setattr(Interpolations, "resolved", Interpolations._by_omegaconf)
     assert load_config_file(path, overrides) == followed
+
+
+def test_a_text_that_refers_to_no_other_value_needs_no_other(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr(Interpolations, "_by_omegaconf", lambda *_: pytest.fail("wraps all values"))
+    here = Interpolations(
+        {"a": {"b": "${oc.env:HOME}/x", "c": r"\${x}", "d": ["${a.b}", "${a.c}"]}}
+    )
+    assert here.resolved("a", "run.yaml") == {
+        "b": "/home/me/x",
+        "c": "${x}",
+        "d": ["/home/me/x", "${x}"],
+    }
 
 
 def test_a_part_is_a_copy_that_callers_may_change():

@@ -434,8 +434,8 @@ def test_sources_that_do_not_go_together_are_refused_by_name(tmp_path):
 
 
 def test_whole_numbers_do_not_become_fractions_beside_those_of_another_source(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"a": {"b": [5]}}')
-    (tmp_path / "b.jsonl").write_text('{"a": {"b": [0.5]}}')
+    (tmp_path / "a.jsonl").write_text('{"a": {"b": [5]}, "id": "1"}')
+    (tmp_path / "b.jsonl").write_text('{"a": {"b": [0.5]}, "id": "2"}')
     with pytest.raises(
         DataError, match=r"column 'a' is .*int64.* in .*a.jsonl' and .*double.* in .*b.jsonl'"
     ):
@@ -454,3 +454,17 @@ def test_a_type_that_is_none_is_refused(text):
         pa.int64(),
         pa.float64(),
     ]
+
+
+@pytest.mark.parametrize("nothing", ["", " "])
+def test_an_empty_name_is_no_place_and_no_source(nothing, tmp_path, monkeypatch):
+    json_file = tmp_path / "a.jsonl"
+    json_file.write_text('{"prompt": "a"}\n')
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)  # where a table would be made
+    with pytest.raises(DataError, match=r"DEST=.*expected the place of a table"):
+        imported(str(json_file), to=nothing)
+    assert list(empty.iterdir()) == []
+    with pytest.raises(DataError, match="names no source"):
+        imported(nothing, to=tmp_path / "t")

@@ -1,8 +1,11 @@
 """A partition of a Dask collection becomes a part of a table with the same rows, or is refused."""
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from siirl_storage import commit, open_table
 
 from siirl_dask.coordinator.source import Source, source_schema
@@ -51,6 +54,34 @@ def test_what_is_no_table_is_said_and_not_written(partition, tmp_path):
     staged = stage_partition(partition, str(tmp_path / "t"), "prompt")
     assert staged.part is None
     assert "a partition is no table" in staged.problem
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(st.characters()),
+    st.binary(max_size=2),
+    st.sampled_from([object(), {1, 2}, {"a": 1}, {1: "a"}, [], [None], [[1]], np.ones((2, 2)), 1j]),
+)
+
+
+@given(values=st.lists(VALUES, min_size=1, max_size=4))
+def test_whatever_a_bag_holds_is_a_table_or_is_named_by_its_column(values):
+    staged = stage_partition([{"prompt": value} for value in values], "memory://bag", "prompt")
+    if staged.part is None:
+        assert "a partition is no table: column 'prompt': " in staged.problem or (
+            "cannot store" in staged.problem
+        )
+    else:
+        assert staged.part.rows == len(values)
+
+
+def test_columns_of_one_name_are_refused_by_it(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    staged = stage_partition(table, str(tmp_path / "t"), "prompt")
+    assert "2 of its columns are called 'prompt'" in staged.problem
 
 
 @pytest.mark.parametrize("path", ["prompt", "extra.prompt"])

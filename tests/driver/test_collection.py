@@ -132,11 +132,28 @@ def test_other_rows_are_refused_unless_they_are_asked_for(client, config):
 def refused(config):
     data = config.data
     yield config, ROWS, {"client": None}, "client= is not given"
-    yield config, ROWS, {}, "expected a dask.dataframe, a bag of dicts"
+    what = "expected a dask.dataframe, a bag of dicts"
+    yield config, ROWS, {}, f"is a list with an item of type dict: {what}"
+    yield config, [], {}, f"is an empty list: {what}"
+    yield config, pa.Table.from_pylist(ROWS), {}, f"is of type Table: {what}.*delayed"
     sources = replace(data, url=None, sources={"a": DataSource(url="x")})
     yield replace(config, data=sources), None, {}, "data.sources names several"
     prepared = replace(data, prepare="m:f")
     yield replace(config, data=prepared), None, {}, "set data.prepare=null"
+
+
+def divides_by_zero():
+    return 1 / 0
+
+
+def test_a_future_that_is_gone_is_said_to_be(client, config):
+    cancelled = client.submit(list, ROWS, pure=False)
+    cancelled.result()
+    cancelled.cancel()
+    with pytest.raises(
+        DataError, match=r"a partition is not there any more: its future.*cancelled"
+    ):
+        write(config, client, [cancelled])
 
 
 def test_what_cannot_be_a_runs_dataset_is_refused_by_name(client, config):
@@ -148,8 +165,8 @@ def test_what_cannot_be_a_runs_dataset_is_refused_by_name(client, config):
     with pytest.raises(ConfigError, match="where another dataset is already"):
         write(config, client, bag)
     config = replace(config, data=replace(config.data, url=f"{config.data.url}-2"))
-    with pytest.raises(DataError, match=r"ZeroDivisionError"):
-        write(config, client, [delayed(lambda: 1 / 0)()])
+    with pytest.raises(DataError, match=r"ZeroDivisionError: .* \(.*test_collection.py:\d+\)"):
+        write(config, client, [delayed(divides_by_zero)()])
     with pytest.raises(DataError, match="has no rows"):
         write(config, client, [delayed(pa.table({"prompt": pa.array([], pa.string())}))])
 

@@ -18,7 +18,7 @@ from siirl_dask.config import (
 )
 from siirl_dask.driver.doctor import DoctorState, check_servers
 from siirl_dask.rollout.server_engine import examination
-from siirl_dask.rollout.server_engine.connection import EXTENSION
+from siirl_dask.rollout.server_engine.vllm_server import EXTENSION
 from siirl_dask.rollout.vllm_engine.row_parameters import EXACT
 
 MODEL = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from siirl_dask.commands.program.parsing import parse
 from siirl_dask.commands.script import overrides_of, resuming
 from siirl_dask.config import ClusterConfig, Config, RunConfig
-from siirl_dask.driver.failure_text import failure_of, failure_text
+from siirl_dask.driver.failure_text import failure_text, run_failure_of
 from siirl_dask.errors import Fenced, Interrupted, NodeError, Origin
 from siirl_dask.worker.named_errors import named_errors, portable
 
@@ -69,7 +69,7 @@ def test_where_a_failure_comes_from_survives_its_way_to_the_driver():
     origin = Origin(worker="2", node="reward", iteration="train step 3")
     with pytest.raises(NodeError) as raised, named_errors("node 'reward'", NodeError, origin):
         raise KeyError("missing")
-    failure = failure_of(portable(raised.value, "2"), "again")
+    failure = run_failure_of(portable(raised.value, "2"), "again")
     assert (failure.worker, failure.node, failure.iteration) == ("2", "reward", "train step 3")
     assert (failure.kind, failure.message) == ("NodeError", "node 'reward': KeyError: 'missing'")
     assert failure.host

@@ -11,7 +11,7 @@ WORKERS = ("0", "1")
 EVENTS = tuple(product(("saved", "written"), WORKERS))
 
 
-@pytest.mark.parametrize("order", permutations(EVENTS), ids=str)
+@pytest.mark.parametrize("order", list(permutations(EVENTS)), ids=str)
 def test_no_order_of_events_makes_a_checkpoint_whole_before_the_last_of_them(order):
     """A part is written in the background, and may be before its task's end is heard of: on a busy
     machine a run ended with KeyError then.

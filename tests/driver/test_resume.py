@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from siirl_storage import append, create_table, open_fs, open_table, write_atomic, write_part
 
+import siirl_dask.runs.folder as run_folder
 from siirl_dask.cli import main
 from siirl_dask.commands import script
 from siirl_dask.config import CheckpointConfig
@@ -31,6 +32,7 @@ from siirl_dask.driver.recovery.resume import (
 from siirl_dask.errors import CheckpointError, ConfigError, PlanError
 from siirl_dask.observe import MetricsLog, Status, Summary, read_metrics, write_summary
 from siirl_dask.planner import DAG, columns
+from siirl_dask.runs import identity_file
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import Checkpoints
@@ -390,6 +392,13 @@ CHANGES = {
 }
 
 
+def write_rows(kind, folder, rows=ROWS):
+    if kind == "snapshot":
+        create_table(str(folder), [rows])
+    else:
+        write_part(str(folder), 0, 1, rows, format=kind)
+
+
 def versions(url):
     return {"data.url": DataVersion.of(open_table(str(url)))}
 
@@ -405,24 +414,12 @@ def a_run_on(data, url, step=2):
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "snapshot"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_resume_on_a_table_that_was_replaced_is_refused_by_name(kind, change, tmp_path):
-    def make(folder, rows):
-        if kind == "snapshot":
-            create_table(str(folder), [rows])
-        else:
-            write_part(str(folder), 0, 1, rows, format=kind)
-
-    make(tmp_path / "data", ROWS)
+    write_rows(kind, tmp_path / "data")
     url = str(tmp_path / "run")
     resume = a_run_on(tmp_path / "data", url)
     assert check_same_data(url, resume, versions(tmp_path / "data"), force=False) == ()
-    make(tmp_path / "other", CHANGES[change](ROWS))
-    # what an Arrow file says of itself has no statistics
-    if kind == "arrow" and change == "other values":
-        changed = pa.concat_tables([ROWS, ROWS])
-        make(tmp_path / "longer", changed)
-        other = versions(tmp_path / "longer")
-    else:
-        other = versions(tmp_path / "other")
+    write_rows(kind, tmp_path / "other", CHANGES[change](ROWS))
+    other = versions(tmp_path / "other")
     with pytest.raises(
         ConfigError, match=r"the table of data\.url was replaced.*20 rows.*--force to go on"
     ):
@@ -431,6 +428,117 @@ def test_a_resume_on_a_table_that_was_replaced_is_refused_by_name(kind, change, 
     assert "data.url" in said
     # all steps are done anew
     assert check_same_data(url, ResumePoint(exists=True), other, force=False) == ()
+
+
+def test_a_resume_on_other_weights_is_refused_by_name(tmp_path):
+    create_table(str(tmp_path / "data"), [ROWS])
+    url = str(tmp_path / "run")
+    resume = a_run_on(tmp_path / "data", url)
+    recorded = read_identity_file(url)
+    replace(recorded, models={"model.path": "0" * 64}).write(url)
+    data = versions(tmp_path / "data")
+    for models in ({"model.path": "0" * 64}, {}):
+        assert check_same_data(url, resume, data, models, force=False) == ()
+    other = {"model.path": "1" * 64}
+    with pytest.raises(ConfigError, match=r"the weights of model\.path were replaced or changed"):
+        check_same_data(url, resume, data, other, force=False)
+    (said,) = check_same_data(url, resume, data, other, force=True)
+    assert "model.path" in said
+
+
+def a_run_with_data(url, *overrides):
+    """Return what starts a run on the tables that it names, which it has recorded, and its data."""
+    config, dag = config_and_dag(url, "data.prepare=null", *overrides)
+    data = {
+        f"data.sources.{name}": DataVersion.of(open_table(source.url))
+        for name, source in config.data.sources.items()
+    }
+    if config.data.url is not None:
+        data["data.url"] = DataVersion.of(open_table(config.data.url))
+    return config, dag, data
+
+
+def mixture(*folders):
+    named = ", ".join(f"s{at}: {{url: {folder}}}" for at, folder in enumerate(folders))
+    return ("data.url=null", f"data.sources={{{named}}}")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "snapshot"])
+def test_a_run_goes_on_with_a_copy_of_its_data_elsewhere(kind, tmp_path):
+    url = str(tmp_path / "run")
+    write_rows(kind, tmp_path / "data" / "train")
+    first = a_run_with_data(url, f"data.url={tmp_path / 'data' / 'train'}")
+    write_identity(*first[:2], replace=False, data=first[2])
+    commit(url, 2, *first[:2])
+    shutil.copytree(tmp_path / "data" / "train", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "data")
+    config, dag, data = a_run_with_data(url, f"data.url={tmp_path / 'copy'}")
+    resume = find_resume_point(config, dag, fresh=False, force=False)
+    assert resume.done == 2
+    assert "another configuration" not in resume.note
+    assert check_same_data(url, resume, data, force=False) == ()
+    # what it has stored there is its own, now and after another move of the data
+    digest = RunIdentity.of(*first[:2]).digest()
+    assert digest in known_digests(config, dag)
+    write_identity(config, dag, replace=True, data=data)
+    shutil.copytree(tmp_path / "copy", tmp_path / "third")
+    third = a_run_with_data(url, f"data.url={tmp_path / 'third'}")[:2]
+    digests = {digest, RunIdentity.of(config, dag).digest()}
+    assert digests < {*known_digests(*third)}
+    # anything else that has changed is still refused, and so are other rows
+    changed = config_and_dag(
+        url, f"data.url={tmp_path / 'third'}", "data.prepare=null", "trainer.lr=0.5"
+    )
+    with pytest.raises(ConfigError, match=r"what decides its results: trainer.lr: \S+ -> 0.5"):
+        find_resume_point(*changed, fresh=False, force=False)
+    assert digest not in known_digests(*changed)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "snapshot"])
+@pytest.mark.parametrize("change", [*CHANGES, "other order", "nothing there"])
+def test_a_run_refuses_other_data_elsewhere(kind, change, tmp_path):
+    url = str(tmp_path / "run")
+    write_rows(kind, tmp_path / "data")
+    first = a_run_with_data(url, f"data.url={tmp_path / 'data'}")
+    write_identity(*first[:2], replace=False, data=first[2])
+    commit(url, 2, *first[:2])
+    change_rows = {**CHANGES, "other order": lambda rows: rows.take([1, 0, *range(2, 20)])}
+    if change in change_rows:
+        write_rows(kind, tmp_path / "other", change_rows[change](ROWS))
+    other = config_and_dag(url, f"data.url={tmp_path / 'other'}", "data.prepare=null")
+    with pytest.raises(ConfigError, match=r"data\.url: \S+data. -> \S+other"):
+        find_resume_point(*other, fresh=False, force=False)
+
+
+def test_a_copy_of_plain_files_that_are_too_large_to_compare_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity_file, "_MOST_READ", 100)
+    url = str(tmp_path / "run")
+    write_rows("parquet", tmp_path / "data")
+    first = a_run_with_data(url, f"data.url={tmp_path / 'data'}")
+    write_identity(*first[:2], replace=False, data=first[2])
+    commit(url, 2, *first[:2])
+    shutil.copytree(tmp_path / "data", tmp_path / "copy")
+    config, dag, data = a_run_with_data(url, f"data.url={tmp_path / 'copy'}")
+    with pytest.raises(ConfigError, match=r"data\.url: \S+data. -> \S+copy"):
+        find_resume_point(config, dag, fresh=False, force=False)
+    # it was there all the time
+    assert check_same_data(url, ResumePoint(done=2, exists=True), data, force=False) == ()
+
+
+def test_a_run_goes_on_with_copies_of_some_of_its_sources(tmp_path):
+    url = str(tmp_path / "run")
+    for at in range(3):
+        write_rows("parquet", tmp_path / f"{at}", ROWS.slice(at))
+    first = a_run_with_data(url, *mixture(*(tmp_path / f"{at}" for at in range(2))))
+    write_identity(*first[:2], replace=False, data=first[2])
+    commit(url, 2, *first[:2])
+    shutil.copytree(tmp_path / "1", tmp_path / "copy")
+    config, dag, _ = a_run_with_data(url, *mixture(tmp_path / "0", tmp_path / "copy"))
+    assert find_resume_point(config, dag, fresh=False, force=False).done == 2
+    for folders in (("0", "2"), ("copy", "0")):
+        config, dag, _ = a_run_with_data(url, *mixture(*(tmp_path / name for name in folders)))
+        with pytest.raises(ConfigError, match=r"data\.sources"):
+            find_resume_point(config, dag, fresh=False, force=False)
 
 
 def with_validation(folder, **more):
@@ -534,6 +642,20 @@ def test_steps_that_were_removed_on_purpose_are_remembered_and_never_forgotten()
     assert read_retention(url) == {"rollouts": 5, "validation": 2}
 
 
+def test_small_files_of_a_later_version_are_refused(tmp_path):
+    url = str(tmp_path / "run")
+    write_part(str(tmp_path / "data"), 0, 1, ROWS)
+    a_run_on(tmp_path / "data", url)
+    note_retention(url, {"rollouts": 5})
+    for name, read in (("identity.json", read_identity_file), ("retention.json", read_retention)):
+        file = tmp_path / "run" / name
+        assert read(url)
+        later = file.read_text().replace('"version": 1', '"version": 2', 1)
+        file.write_text(later)
+        with pytest.raises(ConfigError, match="expected an object of version 1"):
+            read(url)
+
+
 def moved_run(folder, *overrides):
     """Begin a run in ``folder/runs/mine`` with data and model beside it; return the arguments with
     which a start there goes on.
@@ -611,6 +733,46 @@ def test_rows_and_checkpoints_of_a_run_stay_its_own_where_it_was_moved(tmp_path)
     assert len(known_digests(config, dag)) == 1, "another run was in between"
 
 
+@pytest.mark.parametrize("writes", range(4))
+def test_a_moved_run_whose_start_was_killed_between_two_files_is_still_that_run(
+    tmp_path, monkeypatch, writes
+):
+    """After none, one, two or three of the files that a start writes, it finds its data and goes
+    on.
+    """
+
+    def begun(name):
+        url = f"{tmp_path}/{name}"
+        return config_and_dag(url, f"data.url={url}/data")
+
+    config, dag = begun("before")
+    write_part(config.data.url, 0, 1, ROWS)
+    write_identity(config, dag, replace=False)
+    commit(config.run.url, 2, config, dag)
+    digests = known_digests(config, dag)
+    (tmp_path / "before").rename(tmp_path / "after")
+    config, dag = begun("after")
+    written = []
+
+    def write_or_be_killed(fs, path, data):
+        if len(written) == writes:
+            raise KeyboardInterrupt
+        write_atomic(fs, path, data)
+        written.append(path)
+
+    with monkeypatch.context() as patched:
+        for module in (run_folder, identity_file):
+            patched.setattr(module, "write_atomic", write_or_be_killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_identity(config, dag, replace=True)
+    for _ in range(2):
+        assert find_resume_point(config, dag, fresh=False, force=False).done == 2
+        assert Run(config.run.url).config.data.url == f"{tmp_path}/after/data"
+        assert set(digests) <= set(known_digests(config, dag))
+        write_identity(config, dag, replace=True)
+    assert read_identity_file(config.run.url).url == f"{tmp_path}/after"
+
+
 def test_a_run_that_was_moved_to_a_store_with_a_password_has_not_changed():
     moved = Relocation(before="/runs/mine", now="ftp://me:secret@host/mine")
     assert moved.is_same("/runs/mine/data", redacted("ftp://me:secret@host/mine/data"))
@@ -647,3 +809,90 @@ def test_a_run_that_was_downloaded_from_a_store_finds_the_data_in_its_folder(tmp
     fs, path = open_fs(before)
     fs.get(path, str(tmp_path / "mine"), recursive=True)
     assert Run(str(tmp_path / "mine")).config.data.url == f"{tmp_path}/mine/data"
+
+
+def failed_before_its_first_step(url, *overrides):
+    """Leave what a run leaves whose first step fails: rows that nobody committed, a checkpoint that
+    was begun, a validation before the first step.
+    """
+    config, dag = config_and_dag(url, *overrides)
+    write_identity(config, dag, replace=False)
+    fs, path = open_fs(url)
+    write_part(f"{url}/stages/rollout/step=000001", 0, 1, pa.table({"x": [1]}))
+    write_atomic(fs, f"{path}/validation/step=000000/_parts-0001.json", b"{}")
+    write_atomic(fs, f"{path}/trace/step=000001/_parts-0001.json", b"{}")
+    write_atomic(fs, f"{path}/checkpoints/step=000002-0001/BEGUN", b"")
+    write_summary(url, ended(Status.FAILED, 0))
+
+
+CHANGED = "rewards.function=siirl_dask.rewards:gsm8k"
+
+
+def test_a_run_that_failed_before_its_first_step_takes_a_corrected_key_and_says_so(url):
+    failed_before_its_first_step(url)
+    assert (begin(url).exists, begin(url).fresh) == (True, False)
+    resume = begin(url, CHANGED)
+    assert resume.fresh
+    assert "begins again" in resume.note
+    assert "rewards.function" in resume.note
+    config, dag = config_and_dag(url, CHANGED)
+    remove_run(url, tables_of([dag]))
+    write_identity(config, dag, replace=False)
+    assert begin(url, CHANGED).exists
+
+
+def commits_rows(url):
+    fs, path = open_fs(url)
+    write_atomic(fs, f"{path}/stages/rollout/step=000001/_parts-0001.json", b"{}")
+
+
+def commits_samples(url):
+    fs, path = open_fs(url)
+    write_atomic(fs, f"{path}/rollouts/step=000001/_parts-0001.json", b"{}")
+
+
+def writes_a_checkpoint(url):
+    fs, path = open_fs(url)
+    write_atomic(fs, f"{path}/checkpoints/step=000002-0001/policy/.metadata", b"x")
+
+
+def logs_a_step(url):
+    write_atomic(*open_fs(f"{url}/metrics.jsonl"), b'{"step": 1, "phase": "train", "attempt": 1}\n')
+
+
+def loses_its_metrics(url):
+    write_atomic(*open_fs(f"{url}/metrics.jsonl"), b"\x00\x00\n")
+
+
+def is_not_known_to_have_ended(url):
+    fs, path = open_fs(url)
+    fs.rm_file(f"{path}/summary.json")
+
+
+def has_a_summary_of_a_step(url):
+    write_summary(url, ended(Status.INTERRUPTED, 1))
+
+
+def has_a_damaged_summary(url):
+    write_atomic(*open_fs(f"{url}/summary.json"), b"{")
+
+
+@pytest.mark.parametrize(
+    "happened",
+    [
+        commits_rows,
+        commits_samples,
+        writes_a_checkpoint,
+        logs_a_step,
+        loses_its_metrics,
+        is_not_known_to_have_ended,
+        has_a_summary_of_a_step,
+        has_a_damaged_summary,
+    ],
+)
+def test_a_run_that_has_done_anything_is_not_begun_again_by_another_key(url, happened):
+    failed_before_its_first_step(url)
+    happened(url)
+    with pytest.raises(ConfigError, match=r"differs in what decides.*rewards\.function"):
+        begin(url, CHANGED)
+    assert begin(url, CHANGED, force=True).exists

@@ -254,6 +254,7 @@ def changed_adapters(folder, change):
         ({"r": 8}, r"r=8, and trainer.lora.rank is 4"),
         ({"lora_alpha": 32}, r"lora_alpha=32, and trainer.lora.alpha is 16"),
         ({"use_dora": True}, "use_dora=True"),
+        ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens=\[1, 2\]"),
         ({"bias": "all"}, "bias='all'"),
         ({"peft_type": "VERA"}, "are VERA; expected LORA"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),

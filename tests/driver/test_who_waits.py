@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from siirl_dask.driver.who_waits import WaitGraph, WorkerAnswer, read_answer
-from siirl_dask.worker.monitoring.stacks import stacks
+from siirl_dask.worker.monitoring.activity import stacks
 
 MEMBERS = {name: f"tcp://10.0.0.{name}:1" for name in "01234"}
 AT = "node 'update', train step 3"

@@ -15,7 +15,7 @@ import pyarrow as pa
 from siirl_dask.context import Reduce
 from siirl_dask.planner import DAG, Node, Role, Rows, columns
 from siirl_dask.schema import fields
-from siirl_dask.tables.blobs import rows_at, rows_where
+from siirl_dask.tables.rows import rows_at, rows_where
 from siirl_dask.testing.rows import build_nothing
 
 IMAGES = pa.large_list(pa.struct({"bytes": pa.large_binary(), "path": pa.large_string()}))

@@ -17,6 +17,7 @@ import pytest
 from distributed import Client
 
 from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver import launch_loop
 from siirl_dask.driver import run as run_module
 from siirl_dask.driver.phases import dags
 from siirl_dask.driver.recovery.elastic import ElasticWorkers
@@ -158,7 +159,7 @@ def joined(monkeypatch):
             assert time.monotonic() < deadline, "no worker was taken in"
             time.sleep(0.02)
 
-    monkeypatch.setattr(run_module, "ElasticWorkers", Seen)
+    monkeypatch.setattr(launch_loop, "ElasticWorkers", Seen)
     return wait
 
 

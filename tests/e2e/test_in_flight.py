@@ -194,6 +194,24 @@ def check_parts(model_path, rows, folder):
         assert [sample.token_ids for sample in queue.results()] == expected
 
 
+@pytest.mark.parametrize(
+    ("file", "more"),
+    [(shipped("quickstart.yaml"), ROWS), pytest.param(TURNS_FILE, TURNS, marks=pytest.mark.slow)],
+)
+def test_rows_that_a_window_leaves_go_on_under_weights_of_each_step_and_within_it(
+    digits_task, train, versions, file, more
+):
+    window = ("rollout.window=2", "rollout.max_staleness=3", "rollout.steps_ahead=1",
+              "rollout.max_rows=6")  # fmt: skip
+    run = train("run", *GIVEN, *more, recording(versions), *window, config_file=file)
+    rows = [row for step in check_ages(run, most=3) for row in step]
+    assert len({row["sampling_seed"] for row in rows}) == len(rows)
+    left = [record["metrics"]["rollout/kept_for_next_step"] for record in run.records()]
+    n = len(rows) // (4 * STEPS)
+    assert left == [2 * n, 2 * n, 0, 2 * n, 2 * n, 0]
+    check_parts(digits_task.model, rows, versions)
+
+
 @pytest.mark.slow
 def test_workers_that_take_over_rows_take_weights_each_at_its_time(digits_task, train, versions):
     """Two engines, up to two steps ahead; after the checkpoint both have the newest weights."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from siirl_dask.driver import run as run_module
+from siirl_dask.driver import launch_loop
 from siirl_dask.driver.recovery.replacement import FixedWorkers
 from siirl_dask.errors import SchedulerLost, WorkerLost
 from tests.clusters import announced_address
@@ -85,7 +85,7 @@ def dying(monkeypatch):
                     do()
                 return super().find(client, group, failure, plugin)
 
-        monkeypatch.setattr(run_module, "FixedWorkers", Dying)
+        monkeypatch.setattr(launch_loop, "FixedWorkers", Dying)
 
     return at_search
 

@@ -15,6 +15,7 @@ import pytest
 TWO = ["cluster.workers=2", "cluster.placement={}"]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_step_may_take_longer_than_the_stall_timeout_while_rows_are_scored(train):
     """Sixteen rows of a quarter of a second on each worker: one waits for the other for as long

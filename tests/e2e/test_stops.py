@@ -64,7 +64,7 @@ def test_ctrl_c_and_sigterm_stop_soon_and_say_how_far_it_came(start, sign):
     assert run.process.returncode == 130
     summary = json.loads((run.url / "summary.json").read_text())
     assert summary["status"] == "interrupted"
-    assert f"stopped by the user after {summary['steps']} of 100000 steps" in err
+    assert f"stopped by the user after {summary['steps']} of 100,000 steps" in err
     assert committed(str(run.url)) == ([] if sign == signal.SIGINT else [summary["steps"]])
     assert "Traceback" not in err
     assert "refused a request" not in err, "a peer that had stopped before was no stranger"

@@ -3,6 +3,7 @@ one is killed.
 """
 
 import os
+import re
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from tests.e2e.test_in_flight import GIVEN, ROWS, STEPS, check_ages, check_parts
 from tests.e2e.test_invariance import EXACT
+from tests.e2e.test_replay import cut_short
+from tests.e2e.test_resume import weights
 from tests.e2e.test_turns import PER_RUN, TURNS, of
 
 pytestmark = [
@@ -83,3 +87,58 @@ def test_episodes_of_two_workers_are_those_of_one_and_a_killed_one_ends_the_run(
             assert [row["rollout_logprobs"][at] for at in own] == pytest.approx(
                 [row["old_logprobs"][at] for at in own], abs=1e-4
             )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fails", "code", "said"),
+    [
+        ("memory", 2, "vLLM cannot run it with .*memory"),
+        ("killed", 1, "worker '1' .* left the cluster during the start"),
+    ],
+)
+def test_an_engine_that_cannot_start_on_one_worker_ends_the_run_with_the_reason_there(
+    start, fails, code, said
+):
+    """The other worker is not waited for until its collective gives up."""
+    run = start(
+        "rollout.engine=tests.e2e.recording_engine:FAILING",
+        f"rollout.engine_options={{fails: {fails}}}",
+        "rollout.tensor_parallel_size=2",
+        "cluster.workers=2",
+        "cluster.placement={}",
+        "run.max_restarts=0",
+    )
+    _, _, err = run.end(timeout=240)
+    assert run.process.returncode == code, err
+    assert re.search(said, err), err
+    assert "Connection closed by peer" not in err
+
+
+@pytest.mark.slow
+def test_two_workers_take_new_weights_together_and_a_resumed_run_repeats_the_steps(
+    digits_task, train, tmp_path
+):
+    """Each part of a row is what its version samples; stored steps lead to the same weights."""
+    versions = tmp_path / "versions"
+    versions.mkdir()
+    given = (
+        *GIVEN,
+        *ROWS,
+        "rollout.engine=tests.e2e.recording_engine:VLLM",
+        f"rollout.engine_options={{folder: {versions}, seconds: 0.02}}",
+        "rollout.tensor_parallel_size=2",
+        "cluster.workers=3",
+        "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2]}",
+    )
+    run = train("run", *given)
+    tables = [run.table("rollouts", step) for step in range(1, STEPS + 1)]
+    rows = [row for step in check_ages(run) for row in step]
+    assert {row["worker"] for row in rows} == {"0", "1"}
+    check_parts(digits_task.model, rows, versions)
+    straight = weights(run)
+    cut_short(run, logged=4)
+    resumed = train("run", *given)
+    for step, table in enumerate(tables, 1):
+        assert resumed.table("rollouts", step).equals(table), step
+    assert all(tensor.equal(weights(resumed)[name]) for name, tensor in straight.items())

@@ -1,5 +1,6 @@
-"""Runs whose steps take the first groups that are whole, on several workers with environments that
-answer late: nothing is lost, and the run that repeats the table of samples equals it to the bit.
+"""Runs whose steps take the first groups that are whole, on several workers, of responses of many
+lengths or with environments that answer late: nothing is lost, and the run that repeats the table of
+samples equals it to the bit.
 """
 
 from __future__ import annotations
@@ -7,6 +8,8 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -14,25 +17,49 @@ from siirl_dask.config.file import shipped
 from siirl_dask.errors import ConfigError
 from tests.e2e.test_resume import weights
 
-TURNS = shipped("quickstart_turns.yaml")
 STEPS, PROMPTS, WINDOW, N = 6, 6, 3, 4
-GIVEN = (
-    "rollout.max_response_length=24",
-    "environments.turn_tokens=4",
-    "environments.turns=4",
-    "environments.environment=tests.e2e.worlds:LogNormal",
+COMMON = (
     "trainer.lr=1e-3",
     f"run.steps={STEPS}",
     f"rollout.window={WINDOW}",
+    f"rollout.n={N}",
     "rollout.max_staleness=3",
     "rollout.steps_ahead=1",
     f"data.batch_size={PROMPTS}",
     f"checkpoint.every={STEPS}",
-)
-APART = (
     "cluster.workers=3",
-    "cluster.placement={rollout: [0, 1], environments: [0, 1], policy: [2]}",
 )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Episodes or responses: their configuration, and what a run of them is given."""
+
+    config: Path
+    given: tuple[str, ...]
+
+
+EPISODES = Kind(
+    shipped("quickstart_turns.yaml"),
+    (
+        *COMMON,
+        "rollout.max_response_length=24",
+        "environments.turn_tokens=4",
+        "environments.turns=4",
+        "environments.environment=tests.e2e.worlds:LogNormal",
+        "cluster.placement={rollout: [0, 1], environments: [0, 1], policy: [2]}",
+    ),
+)
+RESPONSES = Kind(
+    shipped("quickstart.yaml"),
+    (
+        *COMMON,
+        "rollout.max_response_length=64",
+        "rollout.max_rows=4",
+        "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2]}",
+    ),
+)
+KINDS = pytest.mark.parametrize("kind", [EPISODES, RESPONSES], ids=["episodes", "responses"])
 
 
 def check_steps(run):
@@ -66,8 +93,9 @@ def check_same(expected, got):
     assert all(tensor.equal(own[name]) for name, tensor in weights(expected).items())
 
 
-def test_a_run_and_its_repetition_from_the_ledger_are_the_same_to_the_bit(train, tmp_path):
-    run = train("run", *GIVEN, *APART, config_file=TURNS)
+@KINDS
+def test_a_run_and_its_repetition_from_the_ledger_are_the_same_to_the_bit(train, tmp_path, kind):
+    run = train("run", *kind.given, config_file=kind.config)
     spans = check_steps(run)
     assert max(spans) > 1  # some have tokens of several weights
     logged = [record["metrics"] for record in run.records()]
@@ -76,17 +104,18 @@ def test_a_run_and_its_repetition_from_the_ledger_are_the_same_to_the_bit(train,
     )
     assert logged[-1]["rollout/kept_for_next_step"] == 0
     ledger = f"rollout.ledger={tmp_path / 'run' / 'rollouts'}"
-    again = train("again", *GIVEN, *APART, ledger, config_file=TURNS)
+    again = train("again", *kind.given, ledger, config_file=kind.config)
     check_same(run, again)
     with pytest.raises(ConfigError, match=rf"has no step {STEPS + 1}, and run.steps is"):
-        train("longer", *GIVEN, *APART, ledger, f"run.steps={STEPS + 1}", config_file=TURNS)
+        train("longer", *kind.given, ledger, f"run.steps={STEPS + 1}", config_file=kind.config)
 
 
 @pytest.mark.slow
+@KINDS
 def test_after_kill_9_no_group_is_lost_and_the_ledger_of_both_parts_is_repeated(
-    start, train, tmp_path
+    start, train, tmp_path, kind
 ):
-    run = start(*GIVEN, *APART, config=TURNS)
+    run = start(*kind.given, config=kind.config)
     run.wait_for_steps(3)
     os.killpg(run.process.pid, signal.SIGKILL)
     run.process.wait()
@@ -95,29 +124,35 @@ def test_after_kill_9_no_group_is_lost_and_the_ledger_of_both_parts_is_repeated(
         step: {path.name: path.read_bytes() for path in folder.iterdir()}
         for step, folder in before.items()
     }
-    resumed = train("run", *GIVEN, *APART, config_file=TURNS)
+    resumed = train("run", *kind.given, config_file=kind.config)
     for step, folder in before.items():
         now = {path.name: path.read_bytes() for path in folder.iterdir()}
         assert parts[step].items() <= now.items(), step  # replayed, not generated again
     check_steps(resumed)
     ledger = f"rollout.ledger={tmp_path / 'run' / 'rollouts'}"
-    again = train("again", *GIVEN, *APART, ledger, config_file=TURNS)
+    again = train("again", *kind.given, ledger, config_file=kind.config)
     check_same(resumed, again)
 
 
-def test_a_window_without_episodes_is_refused_before_anything_starts(train):
-    given = ("rollout.window=2", "rollout.max_staleness=1", "rollout.steps_ahead=0")
-    with pytest.raises(ConfigError, match=r"rollout\.window=2 and no node plays episodes"):
-        train("responses", *given, "cluster.workers=1", "cluster.placement={}")
+def test_a_window_without_a_node_that_reads_it_is_refused_before_anything_starts(train):
+    given = (
+        "rollout.window=2",
+        "rollout.max_staleness=1",
+        "rollout.steps_ahead=0",
+        "nodes.rollout.run=siirl_dask.nodes:generate_with_greedy",
+    )
+    with pytest.raises(ConfigError, match=r"rollout\.window=2 and no node takes the first groups"):
+        train("greedy", *given, "cluster.workers=1", "cluster.placement={}")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_transformers_repeats_the_ledger_of_vllm(train, tmp_path):
-    """The engine of vLLM has turns under way when a step has enough."""
+@KINDS
+def test_transformers_repeats_the_ledger_of_vllm(train, tmp_path, kind):
+    """The engine of vLLM has turns, or parts of responses, under way when a step has enough."""
     pytest.importorskip("vllm")
     vllm = ("rollout.engine=vllm", "rollout.vllm.kv_cache_memory=16MiB", "rollout.max_rows=3")
-    run = train("run", *GIVEN, *APART, *vllm, config_file=TURNS)
+    run = train("run", *kind.given, *vllm, config_file=kind.config)
     check_steps(run)
     ledger = f"rollout.ledger={tmp_path / 'run' / 'rollouts'}"
-    check_same(run, train("again", *GIVEN, *APART, ledger, config_file=TURNS))
+    check_same(run, train("again", *kind.given, ledger, config_file=kind.config))

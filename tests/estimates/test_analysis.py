@@ -15,7 +15,7 @@ from siirl_dask.estimates.analysis import Compared, analyze, mean_lengths
 from siirl_dask.estimates.computing_seconds import StepTokens
 from siirl_dask.estimates.memory import WorkerMemory, sizes_of
 from siirl_dask.estimates.speeds import TABLE
-from siirl_dask.observe.trace.measured import Measured, MeasuredEdge, MeasuredNode
+from siirl_dask.observe.trace.step_averages import Measured, MeasuredEdge, MeasuredNode
 from siirl_dask.planner import Phase, estimate
 from tests.models.configs import QWEN2_5_7B, write_config
 from tests.written_runs import begin_run, train_record, whole_run, write_metrics, write_trace

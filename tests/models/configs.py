@@ -2,6 +2,8 @@
 
 import json
 
+from hypothesis import strategies as st
+
 QWEN2_5_7B = {
     "model_type": "qwen2",
     "hidden_size": 3584,
@@ -108,6 +110,56 @@ KNOWN = {  # parameters that the models' pages tell
     "Llama-3.1-8B": (LLAMA_3_1_8B, 8_030_261_248),
     "Mistral-7B-v0.3": (MISTRAL_7B, 7_248_023_552),
 }
+
+
+OPTIONAL = ("head_dim", "num_key_value_heads", "tie_word_embeddings", "rms_norm_eps", "rope_theta")
+OLD_ROPE = (
+    None,
+    {"type": "linear", "factor": 2.0},
+    {"rope_type": "default"},
+    {"rope_type": "default", "rope_theta": 3e3},
+)
+NEW_ROPE = (
+    None,
+    {"rope_type": "default", "rope_theta": 7e3},
+    {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e3},
+)
+
+
+@st.composite
+def forms_of_config(draw, families):
+    """A small ``config.json`` in a form that some library writes: keys that are not there or null,
+    earlier and later names of rotary settings, biases.
+    """
+    config = {
+        "model_type": draw(st.sampled_from(families)),
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": draw(st.sampled_from([1, 2, 4])),
+        "intermediate_size": 96,
+        "vocab_size": 100,
+        "head_dim": draw(st.sampled_from([16, 32])),
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e4,
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    if config["model_type"] == "qwen3_moe":
+        config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    for key in ("attention_bias", "mlp_bias"):
+        if draw(st.booleans()):
+            config[key] = draw(st.booleans())
+    for key, settings in {"rope_scaling": OLD_ROPE, "rope_parameters": NEW_ROPE}.items():
+        if draw(st.booleans()):
+            config[key] = draw(st.sampled_from(settings))
+    if draw(st.booleans()):
+        config["text_config"] = None
+    for key in draw(st.sets(st.sampled_from(OPTIONAL), max_size=2)):
+        if draw(st.booleans()):
+            config[key] = None
+        else:
+            del config[key]
+    return config
 
 
 def write_config(folder, config):

@@ -2,13 +2,17 @@
 the files have.
 """
 
+from copy import deepcopy
+
 import pytest
 import torch
+from hypothesis import given
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import Architecture, read_architecture, shapes_by_config
 from siirl_dask.models.shapes import count_parameters, weight_shapes
+from siirl_dask.models.weight_files import check_weights
 from siirl_dask.tasks.tiny_model import tiny_model
 from tests.models.configs import (
     GPT2,
@@ -18,11 +22,13 @@ from tests.models.configs import (
     QWEN2_5_7B,
     QWEN3_8B,
     QWEN3_30B_A3B,
+    forms_of_config,
     write_config,
 )
 
 
 def by_transformers(config):
+    config = deepcopy(config)  # transformers writes defaults into its rotary settings
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
@@ -52,6 +58,22 @@ VARIANTS = {
 def test_biases_ties_and_widths_of_heads_count(tmp_path, variant):
     config = {**VARIANTS[variant], "num_hidden_layers": 2}
     assert shapes_by_config(str(write_config(tmp_path, config))) == by_transformers(config)
+
+
+@given(config=forms_of_config(("llama", "mistral", "qwen2", "qwen3")))
+def test_any_form_of_a_config_is_read_as_transformers_reads_it_or_refused(tmp_path_factory, config):
+    folder = str(write_config(tmp_path_factory.mktemp("form") / "model", config))
+    try:
+        expected = by_transformers(config)
+    except Exception:  # transformers raises many kinds of errors for a config that it refuses
+        with pytest.raises(ConfigError, match=r"its config\.json cannot be read"):
+            check_weights(folder)
+        return
+    assert shapes_by_config(folder) == expected
+    found = read_architecture(folder)
+    projections = [f"model.layers.0.self_attn.{name}_proj.weight" for name in ("q", "k")]
+    assert [found.queries, found.keys] == [expected[name][0] for name in projections]
+    assert found.tied is ("lm_head.weight" not in expected)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -124,6 +146,9 @@ def test_a_config_with_impossible_sizes_is_refused_with_its_folder(tmp_path, dam
             match=r"model\.path='.*': its config\.json cannot be read: .*expected a whole",
         ):
             read(folder)
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8-sig")
+    with pytest.raises(ConfigError, match="Unexpected UTF-8 BOM"):
+        read_architecture(folder)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="a list where an object was expected"):
         read_architecture(folder)

@@ -35,16 +35,36 @@ def test_modules_that_fail_to_import_count_as_absent():
     assert "never_installed" not in sys.modules
 
 
-def test_transformers_loads_beside_a_broken_torchvision(tmp_path):
-    name = "torchvision"
-    (tmp_path / f"{name}.py").write_text("raise RuntimeError('operator does not exist')")
-    metadata = tmp_path / f"{name}-0.28.0.dist-info"
+def install_broken(folder, name):
+    """A package that raises at its import, as one that was built for another torch does."""
+    (folder / f"{name}.py").write_text("raise RuntimeError('operator does not exist')")
+    metadata = folder / f"{name}-0.28.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.28.0\n")
+
+
+def test_transformers_loads_beside_a_broken_torchvision(tmp_path):
+    name = "torchvision"
+    install_broken(tmp_path, name)
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "from siirl_dask.models.broken_imports import hide; hide()\n"
         f"assert {name!r} not in sys.modules\n"
+        "from transformers import Qwen3ForCausalLM; print(Qwen3ForCausalLM.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "Qwen3ForCausalLM\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["torchvision", "torchaudio", "torchcodec"])
+def test_a_script_that_imports_transformers_first_trains_beside_a_broken_package(tmp_path, name):
+    install_broken(tmp_path, name)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import transformers\n"
+        f"assert transformers.utils.is_{name}_available()\n"
+        "from siirl_dask.models.broken_imports import hide; hide(); hide()\n"
+        f"assert not transformers.utils.is_{name}_available()\n"
         "from transformers import Qwen3ForCausalLM; print(Qwen3ForCausalLM.__name__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -13,18 +13,27 @@ from uuid import uuid4
 
 import pytest
 from siirl_storage import open_fs
+from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.cache import FOLDER, cache_folder, fetch, folder_here, forget, is_here
 from siirl_dask.models.remote import find_model, hub_name
 from siirl_dask.models.shapes import count_parameters, read_widths
+from siirl_dask.rollout.tokenizer import load_tokenizer
 from siirl_dask.tasks.tiny_model import tiny_model
 from tests.hub import COMMIT, hub
+
+TOOLS = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    """A model with chat templates: that of its tokenizer, and one for prompts with tools."""
+    folder = tiny_model(tmp_path_factory.mktemp("model") / "tiny", chat_template=TEMPLATE)
+    (folder / CHAT_TEMPLATE_DIR).mkdir()
+    (folder / CHAT_TEMPLATE_DIR / "tool_use.jinja").write_text(f"{TOOLS}{TEMPLATE}")
+    return folder
 
 
 @pytest.fixture
@@ -33,15 +42,21 @@ def remote(s3, model, tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, str(tmp_path / "cache"))
     url = f"{s3}/{uuid4().hex}/tiny"
     fs, path = open_fs(url)
-    for file in model.iterdir():
-        fs.put_file(str(file), f"{path}/{file.name}")
-    for name in ("pytorch_model.bin", ".gitattributes", "original/model.safetensors"):
+    for name in files(model):
+        fs.put_file(str(model / name), f"{path}/{name}")
+    others = (
+        "original/model.safetensors",
+        "consolidated.safetensors",
+        f"{CHAT_TEMPLATE_DIR}/notes.txt",
+    )
+    for name in ("pytorch_model.bin", ".gitattributes", *others):
         fs.pipe_file(f"{path}/{name}", b"not needed")
     return url
 
 
 def files(folder):
-    return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+    there = [file for file in Path(folder).rglob("*") if file.is_file()]
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in there}
 
 
 def replace(url, name, data):
@@ -116,6 +131,16 @@ def test_without_weights_come_config_and_tokenizer_alone(remote):
     folder = Path(folder_here(remote, weights=False))
     assert (folder / "tokenizer.json").exists()
     assert not list(folder.glob("*.safetensors"))
+
+
+def test_prompts_with_tools_get_the_template_that_a_folder_beside_the_others_has(remote):
+    """A run on a URL would render them by another template than one on a copy of its files."""
+    tokenizer = load_tokenizer(folder_here(remote, weights=False), remote)
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+    prompt = [{"role": "user", "content": "a question"}]
+    rendered = tokenizer.encode(prompt, [tool])
+    assert tokenizer.decode(rendered, skip_special=False) == "look_upa question"
+    assert tokenizer.decode(tokenizer.encode(prompt), skip_special=False) == "a question"
 
 
 def test_sizes_are_read_where_the_model_is_and_nothing_is_fetched_for_them(remote, model):

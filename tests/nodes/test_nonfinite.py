@@ -53,7 +53,7 @@ def decisions(findings, *, skip):
     peers, aside = ThreadPeers(len(findings)), []
 
     def on_rank(rank):
-        def put_aside(rows):
+        def dump_nonfinite(rows):
             aside.append((rank, rows))
             return "runs/x/nonfinite-update/step=000003"
 
@@ -65,7 +65,11 @@ def decisions(findings, *, skip):
             device=Device(f"w{rank}"),
             resource=None,
         )
-        context.peers, context.skip_nonfinite, context.put_aside = peers.at(rank), skip, put_aside
+        context.peers, context.skip_nonfinite, context.dump_nonfinite = (
+            peers.at(rank),
+            skip,
+            dump_nonfinite,
+        )
         try:
             nonfinite_handler(context, [table.slice(0, 0), table])(findings[rank])
         except (TrainingError, Aborted) as error:
@@ -132,7 +136,7 @@ def test_what_is_put_aside_is_bounded_in_rows_and_in_steps():
         context = Context(
             step=step, run_seed=0, rank=Rank(), device=Device("w"), resource=None, state=state
         )
-        context.skip_nonfinite, context.put_aside = True, aside.append
+        context.skip_nonfinite, context.dump_nonfinite = True, aside.append
         nonfinite_handler(context, [table])(found({"loss": [2999]}))
     assert [rows.num_rows for rows in aside] == [1000] * 16
     assert all(rows["row_id"][0].as_py() == 2999 for rows in aside)

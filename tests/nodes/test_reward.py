@@ -151,7 +151,7 @@ def test_no_row_is_scored_after_more_have_failed_than_may(
 ):
     rows = table([str(tmp_path / str(i)) for i in range(40)], prompts=["raise"] * 40)
     said = (
-        r"raised RuntimeError: no: row 0 of step 1, .*failed for at least 3 rows "
+        r"raised RuntimeError: no \(tests/nodes/rewards.py:\d+\): row 0 of step 1, .*failed for at least 3 rows "
         r".*rewards\.max_failures=2"
     )
     with pytest.raises(RewardError, match=said):
@@ -239,7 +239,9 @@ def test_where_no_row_may_fail_nobody_waits_for_the_count_of_others(scored):
     output, _ = scored(capricious, table(["fine"]), peers=never.at(0))
     assert output["reward"].null_count == 0
     with pytest.raises(
-        RewardError, match=r"raised RuntimeError: no: row 0 of step 1.*\(rewards\.max_failures=0\)"
+        RewardError,
+        match=r"raised RuntimeError: no \(tests/nodes/rewards.py:\d+\): row 0 of step 1.*"
+        r"\(rewards\.max_failures=0\)",
     ):
         scored(capricious, table(["raise"]), peers=never.at(1))
 

@@ -342,15 +342,17 @@ def test_an_episode_of_a_peer_that_does_not_fit_together_is_refused(engine, live
 FAILURES = {
     "raises": (
         living.raises,
-        "the agent raised ValueError: no tool for that: episode 0 of step 1, after 0 requests",
+        r"the agent raised ValueError: no tool for that \(tests/.*:\d+\): episode 0 of step 1, "
+        "after 0 requests",
     ),
     "raises what is no text": (
         living.raises_half_a_character,
-        r"the agent raised ValueError: no tool a\?b: episode 0",
+        r"the agent raised ValueError: no tool a\?b \(tests/.*:\d+\): episode 0",
     ),
     "exits": (
         living.exits,
-        "the agent raised SystemExit: usage: agent: episode 0 of step 1, after 0 requests",
+        r"the agent raised SystemExit: usage: agent \(tests/.*:\d+\): episode 0 of step 1, after 0 "
+        "requests",
     ),
     "hangs": (living.hangs, "the agent took more than 1 s: episode"),
     "asks nothing": (living.asks_nothing, "the agent asked the model nothing"),

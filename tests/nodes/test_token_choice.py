@@ -41,13 +41,14 @@ def tokens_of(table, minibatch, *names):
                     yield tuple(row[name][at] for name in names)
 
 
-@pytest.mark.parametrize("fraction", [0.05, 0.2, 1.0])
+@pytest.mark.parametrize("fraction", [0.05, 0.2, 0.31, 1.0])
 def test_the_tokens_of_highest_entropy_are_marked(fraction):
     given = choose_high_entropy(context(), random_table(0), minibatches=2, fraction=fraction)
     for minibatch in (0, 1):
         tokens = list(tokens_of(given, minibatch, "entropies", "high_entropy"))
         ranked = sorted(tokens, reverse=True)
-        count = int(fraction * len(tokens))
+        lowest = np.quantile([entropy for entropy, _ in tokens], 1 - fraction)
+        count = sum(entropy >= lowest for entropy, _ in tokens)
         assert [marked for _, marked in ranked] == [True] * count + [False] * (len(tokens) - count)
     assert given["high_entropy"].to_pylist()[3] is None
     masked = zip(given["high_entropy"].to_pylist(), given["response_mask"].to_pylist(), strict=True)
@@ -68,6 +69,17 @@ def test_a_hand_checked_choice_with_ties_and_a_single_token():
     assert given["high_entropy"].to_pylist() == [[False, True, False], [True, False]], (
         "one of five, and its equal"
     )
+    six = rows(
+        response_ids=[[1] * 6], entropies=[[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]], advantage=[1.0], minibatch=[0]
+    )  # fmt: skip
+    # the quantile .7 is .45
+    assert choose_high_entropy(context(), six, minibatches=1, fraction=0.3)["high_entropy"].to_pylist() == [
+        [False, False, False, False, True, True]
+    ]  # fmt: skip
+    # the quantile .8 is .5 itself, which counts
+    assert choose_high_entropy(context(), six, minibatches=1, fraction=0.2)["high_entropy"].to_pylist() == [
+        [False, False, False, False, True, True]
+    ]  # fmt: skip
     alone = rows(response_ids=[[1]], entropies=[[-1e-9]], advantage=[1.0], minibatch=[0])
     assert choose_high_entropy(context(), alone, minibatches=1)["high_entropy"].to_pylist() == [
         [True]

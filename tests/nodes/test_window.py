@@ -19,9 +19,9 @@ from siirl_dask.config import EnvironmentsConfig, RolloutConfig
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.nodes import play
+from siirl_dask.nodes.continued.window import GroupProgress, choose_groups, groups_left
 from siirl_dask.nodes.episodes.play import _check_partial_rollout
 from siirl_dask.nodes.episodes.run_agents import _check_options
-from siirl_dask.nodes.episodes.window import GroupProgress, choose_groups, groups_left
 from siirl_dask.planner.contract import contract_of
 from siirl_dask.rollout import FinishReason, Generation
 from siirl_dask.tables.stored_rows import step_folder

@@ -119,3 +119,9 @@ def test_a_run_without_a_validation_tells_how_its_training_reward_changed():
     text = shown(EndOfRun(summary=summary, first_reward=0.25, last_reward=0.75))
     assert "0.2500 -> 0.7500" in text
     assert "accuracy" not in text
+
+
+def test_a_reward_of_one_step_is_one_figure_and_moves_nowhere():
+    text = shown(EndOfRun(summary=replace(SUMMARY, validation=Accuracy()), last_reward=0.75))
+    (line,) = [line for line in text.splitlines() if "training reward" in line]
+    assert line.split() == ["training", "reward", "0.7500"]

@@ -174,7 +174,8 @@ def test_the_script_of_images_runs_as_its_first_lines_say(tmp_path):
         "run.steps=1",
     ]
     settings += [
-        "validation.url=null",
+        f"validation.url={tmp_path / 'rows.parquet'}",
+        "validation.every=1",
         "validation.test_url=null",
         "data.prepare=null",
         "data.batch_size=8",
@@ -190,6 +191,7 @@ def test_the_script_of_images_runs_as_its_first_lines_say(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "'step': 1" in done.stdout
     assert pq.read_table(tmp_path / "run" / "rollouts" / "step=000001").num_rows == 64
+    assert pq.read_table(tmp_path / "run" / "validation" / "step=000001").num_rows == 8
 
 
 BROUGHT = {"grpo_gsm8k.yaml", "grpo_geometry3k.yaml"}

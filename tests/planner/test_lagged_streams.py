@@ -31,7 +31,7 @@ from siirl_dask.planner import (
 )
 from siirl_dask.planner.inputs import PlanInputs, alike
 from siirl_dask.views.plan import describe
-from siirl_dask.worker.past_iterations import PastIterations
+from siirl_dask.worker.lagged import PastIterations
 from tests.planner.random_dags import (
     QUICKLY,
     ROLES,

@@ -108,11 +108,22 @@ REFUSED = [
         "rewards/mine.py:frist",
         "file 'rewards/mine.py' has no function 'frist'; did you mean 'first'?",
     ),
-    ("f = 1", MINE_PY, "file 'rewards/mine.py' has no function 'f'"),
+    ("f = 1", MINE_PY, "file 'rewards/mine.py' has no function 'f', which is of type int"),
+    (
+        "from .other import helper",
+        MINE_PY,
+        "a file that imports with a dot is part of a package, and is named by its module, "
+        "'rewards.mine'",
+    ),
     (
         "\nx = 1 / 0",
         MINE_PY,
         "importing it fails at {here}/rewards/mine.py:2: ZeroDivisionError: division by zero",
+    ),
+    (
+        "\nimport sys; sys.exit(4)",
+        MINE_PY,
+        "importing it fails at {here}/rewards/mine.py:2: SystemExit: 4",
     ),
     ("\ndef f(:", MINE_PY, "importing it fails at {here}/rewards/mine.py:2: SyntaxError: "),
     (

@@ -13,11 +13,14 @@ from siirl_dask.errors import PlanError
 from siirl_dask.planner import (
     DAG,
     NO_DATA,
+    ContractChanges,
+    KeptRows,
     LoadPrompts,
     Node,
     Restore,
     Role,
     Save,
+    SaveState,
     columns,
     compile_chains,
     cuts_at_stored,
@@ -212,3 +215,40 @@ def test_run_again_makes_anew_what_its_nodes_write_and_takes_the_rest_from_the_t
 def test_what_cannot_run_again_is_refused_by_name(first, message):
     with pytest.raises(PlanError, match=message):
         run_again(dag(SAMPLE, JUDGE, SHAPE, UPDATE), SOURCE, first, "mine")
+
+
+def kept(resource, **options): ...
+
+
+@columns(
+    reads=["prompt"],
+    writes={"text": pa.string()},
+    new_rows=True,
+    depends_on_options=lambda **options: ContractChanges(carries=KeptRows(kept, kept)),
+)
+def sample_over_steps(ctx, table): ...
+
+
+def test_what_a_node_keeps_for_later_steps_is_stored_where_a_step_can_go_on_from_its_rows():
+    sampling = Node("sample", sample_over_steps, role="engine")
+    placed = {"engine": [0, 1], "policy": [2]}
+
+    def stored(*nodes):
+        chains = compile_chains(dag(*nodes), ("a", "b", "c"), SOURCE, placed).chains
+        return {
+            worker: [
+                (link.table, link.index, link.count)
+                for link in chain.flat
+                if isinstance(link, SaveState)
+            ]
+            for worker, chain in chains.items()
+        }
+
+    table = sampling.state_table
+    assert stored(sampling, JUDGE, SHAPE, UPDATE) == {
+        "a": [(table, 0, 2)],
+        "b": [(table, 1, 2)],
+        "c": [],
+    }
+    unsaved = Node("shape", shape, role="policy", after="judge")
+    assert set(map(tuple, stored(sampling, JUDGE, unsaved, UPDATE).values())) == {()}

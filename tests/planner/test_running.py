@@ -205,3 +205,20 @@ def test_more_workers_need_less_each_and_longer_responses_more(source, tmp_path)
     assert most(2) > most(4) > most(16) > most(64)
     assert most(4, response_tokens=512) > most(4)
     assert most(4, prompts=1024) > 1.9 * most(4)
+
+
+@columns(writes=fields("response"))
+def say(ctx, table): ...
+
+
+@pytest.mark.parametrize("token_bytes", [1, 3, 8])
+def test_texts_are_bounded_by_their_bytes_a_token(token_bytes):
+    plan = compile_chains(
+        DAG(ROLES, (Node("say", say, role="a"),)), ["w0"], pa.schema({"prompt": pa.string()})
+    )
+
+    def tables(token_bytes):
+        sizes = TableSizes(prompts=8, prompt_tokens=3, response_tokens=5, token_bytes=token_bytes)
+        return usage(plan, sizes)["w0"].tables
+
+    assert tables(token_bytes) - tables(0) == 8 * 5 * token_bytes

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 
 from siirl_dask.errors import PlanError
@@ -26,8 +27,18 @@ from siirl_dask.planner import (
     usage,
 )
 from siirl_dask.planner.deadlock import check_order
+from siirl_dask.schema import PARAMETER_DTYPE, PARAMETER_SHAPE, fields
 from siirl_dask.views.plan import describe, draw
-from tests.planner.random_dags import SOURCE, build, from_parts, gives, in_parts, same_rows, takes
+from tests.planner.random_dags import (
+    SOURCE,
+    build,
+    from_parts,
+    gives,
+    in_parts,
+    other_rows,
+    same_rows,
+    takes,
+)
 
 WORKERS = ("w0", "w1", "w2")
 PLACED = {"learns": [0, 1], "samples": [1, 2]}
@@ -161,3 +172,61 @@ def test_weights_that_stay_on_their_worker_take_no_tables_and_other_tables_two_p
     assert most(gives, takes, 1, 10**6) == {9000 + loaded}, "all of it at the most"
     (apart,) = most(gives, takes, 3, 1000)
     assert apart > 6 * 1000, "each worker sends its share and takes those of the others"
+
+
+@columns(
+    writes=fields(PARAMETER_DTYPE, PARAMETER_SHAPE),
+    new_rows=True,
+    passes=False,
+    stream=WeightSource(in_parts, as_tensors),
+)
+def gives_parameters(ctx, table): ...
+
+
+@columns(reads=[PARAMETER_DTYPE, PARAMETER_SHAPE], stream=WeightSink(from_parts, from_tensors))
+def takes_parameters(ctx, table): ...
+
+
+def test_a_broadcast_takes_two_buffers_on_each_worker_that_joins_it_and_no_more_than_the_table():
+    nodes = (
+        Node("give", gives_parameters, role="learns"),
+        Node("take", takes_parameters, role="samples", after="give", rows=Rows.REPLICATED),
+    )
+    roles = (Role("learns", build), Role("samples", build))
+    plan = compile_chains(DAG(roles, nodes), WORKERS, SOURCE, {"learns": [0, 1], "samples": [2]})
+    (link,) = [link for link in plan.chains["w2"].links if isinstance(link, Stream)]
+    assert set(link.joins) == {"w0", "w2"}, "of the workers that give, the first one"
+
+    def used(part):
+        sizes = replace(SIZES, part=part, buffers=True)
+        return {worker: found.tables for worker, found in usage(plan, sizes).items()}
+
+    least = used(1000)
+    others = {worker: least[worker] - 2000 * (worker in link.joins) for worker in WORKERS}
+    assert all(0 <= size < 200 for size in others.values())
+    for part, bytes_of_buffers in ((1200, 2400), (10**6, 9000)):
+        assert used(part) == {
+            worker: others[worker] + bytes_of_buffers * (worker in link.joins) for worker in WORKERS
+        }
+
+
+@columns(writes={"mark": pa.int64()})
+def marks(ctx, table): ...
+
+
+@pytest.mark.parametrize("reads", [("d0", "mark"), ("mark",)])
+def test_a_table_of_known_size_counts_with_a_column_that_a_later_node_has_added(reads):
+    nodes = (
+        Node("give", other_rows, role="learns", writes=SOURCE),
+        Node("mark", marks, role="learns", after="give"),
+        Node("take", same_rows, role="samples", after="mark", rows=Rows.REPLICATED, reads=reads),
+    )
+    roles = (Role("learns", build), Role("samples", build))
+    plan = compile_chains(DAG(roles, nodes), WORKERS, SOURCE, {"learns": [0, 1], "samples": [2]})
+    used = usage(plan, SIZES)
+    assert {worker: found.moving for worker, found in used.items()} == {
+        "w0": 5000,
+        "w1": 5000,
+        "w2": 9000,
+    }
+    assert used["w2"].tables >= 9000

@@ -11,7 +11,7 @@ from siirl_dask.algorithms import k2, ppo_clip, rloo, truncated_is
 from siirl_dask.config.file import load, load_config_file, shipped
 from siirl_dask.driver.phases import dags, validation_of
 from siirl_dask.errors import ConfigError
-from siirl_dask.nodes import average_logprobs, base_logprobs, estimate_turn_advantages
+from siirl_dask.nodes import average_logprobs, base_logprobs, estimate_turn_advantages, score
 from siirl_dask.planner.contract import bare
 from siirl_dask.rewards import exact_match
 from tests.recipes.keys import check_no_key_is_ignored, same_dag, spelled_by
@@ -70,6 +70,34 @@ def test_the_validation_of_a_recipe_is_the_one_that_the_yaml_spells(config):
     made = validation_of(file.config, SPELLED[config](file.config), None)
     assert made is not None
     assert made.nodes == spelled.nodes
+
+
+@pytest.mark.parametrize("config", SPELLED)
+@pytest.mark.parametrize("way", ["default", "spelled"])
+def test_validation_passes_a_reward_the_columns_that_training_passes_it(config, way):
+    file = load_config_file(shipped(config))
+    recipe = SPELLED[config]
+    dag = recipe(file.config)
+    scored = [node.name for node in dag.nodes if bare(node.fn) is score]
+    for name in scored:
+        dag = dag.replace(name, options={"columns": ("difficulty",)})
+    spelled = dags(file)[1] if way == "spelled" else None
+    made = validation_of(file.config, dag, spelled)
+    for node in made.nodes:
+        if bare(node.fn) is score:
+            assert node.options["columns"] == ("difficulty",)
+            chosen = made.replace(node.name, options={"columns": ("source",)})
+            assert validation_of(file.config, dag, chosen) == chosen
+    assert (
+        made.nodes != validation_of(file.config, recipe(file.config), spelled).nodes or not scored
+    )
+
+
+def test_validation_passes_a_reward_the_columns_that_dynamic_sampling_passes_it():
+    file = load_config_file(shipped("quickstart_dapo"))
+    dag = dapo(file.config).replace("rollout", options={"columns": ("difficulty",)})
+    made = validation_of(file.config, dag, dags(file)[1])
+    assert made.node("reward").options["columns"] == ("difficulty",)
 
 
 @pytest.mark.parametrize("name", RECIPES)

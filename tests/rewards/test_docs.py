@@ -51,6 +51,7 @@ def test_every_key_is_named_with_its_default():
 def test_the_yaml_makes_a_dag(block, tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "def right(prompts, completions, **columns):\n    return [1.0]\nformat = right\n"
+        "def compute_score(solution_str, ground_truth, scale, **columns):\n    return 1.0\n"
     )
     monkeypatch.chdir(tmp_path)
     spec = yaml.safe_load(block.replace("${rewards}", "{processes: 0}"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 from decimal import Decimal
 from fractions import Fraction
 
@@ -66,6 +67,21 @@ def test_what_is_no_finite_number_is_a_failure(processes):
     for value, found in zip(OTHERS, score_each(OTHERS, processes), strict=True):
         assert found.reward is None, repr(value)
         assert "gave" in found.failure, repr(value)
+
+
+def exits(prompt, response, answer):
+    sys.exit(3)
+
+
+async def exits_later(prompt, response, answer):
+    exits(prompt, response, answer)
+
+
+@pytest.mark.parametrize("function", [exits, exits_later])
+def test_a_function_that_exits_fails_its_row_and_ends_no_worker(function):
+    (found,) = Scorer(function, RewardsConfig(), Device("w")).score([ROW])
+    line = exits.__code__.co_firstlineno + 1
+    assert found.failure == f"raised SystemExit: 3 (tests/rewards/test_forms.py:{line})"
 
 
 class Meeting:

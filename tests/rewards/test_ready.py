@@ -1,12 +1,16 @@
 """The ready rewards give the values that were worked out by hand."""
 
+from decimal import Decimal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.rewards import (
     brevity,
+    by_source,
     dapo_math,
+    exact_match,
     gsm8k,
     matches_format,
     math_answer,
@@ -92,6 +96,10 @@ def test_boxes_that_never_close_take_no_time():
     assert last_boxed("\\boxed{" * 200_000) is None
 
 
+def test_many_marks_take_no_time():
+    assert dapo_math("p", "Answer: " * 100_000 + "34", "34") == 1.0
+
+
 @pytest.mark.parametrize(
     ("response", "answer", "reward"),
     [
@@ -106,7 +114,30 @@ def test_boxes_that_never_close_take_no_time():
         ("Answer: 1,000", "1000", 1.0),
         ("Answer: (1,2)", "(1, 2)", 1.0),
         ("Answer: (1,2)", "(12)", -1.0),
-        (r"Answer: \dfrac{1}{2}", r"\frac12", -1.0),
+        (r"Answer: \dfrac{1}{2}", r"\frac12", 1.0),
+        (r"Answer: \frac1{2}", r"\dfrac12", 1.0),
+        (r"Answer: \dfrac{\sqrt3}{2}", r"\frac{\sqrt{3}}{2}", 1.0),
+        (r"Answer: \frac12", r"\frac{1}{3}", -1.0),
+        (r"Answer: 42^\circ", "42", 1.0),
+        (r"Answer: 42^{\circ}", "42°", 1.0),
+        ("Answer: 10 square units", "10", 1.0),
+        (r"Answer: 10\text{ cm}", "10 cm", 1.0),
+        ("Answer: 10 million", "10", -1.0),
+        ("Answer: 10 or 11 ways", "10", -1.0),
+        (r"Answer: $x = 42$", "42", 1.0),
+        ("Answer: 40 + 2 = 42", "42", 1.0),
+        ("Answer: x = 1,000", "1000", 1.0),
+        ("Answer: x=41, y=42", "42", -1.0),
+        ("Answer: y = 2x + 4", "y = 2x + 3", -1.0),
+        ("Answer: y = 2x + 3", "y = 2x + 3", 1.0),
+        (r"Answer: \$42", "42", 1.0),
+        (r"Answer: 1{,}000", "1000", 1.0),
+        ('Answer: "42"', "42", 1.0),
+        ("Answer: *42*", "42", 1.0),
+        ("**Answer:**\n\n42\n", "42", 1.0),
+        (r"**Answer:**" "\n" r"$$\boxed{42}$$", "42", 1.0),
+        ("Answer:\nso it is 42", "42", -1.0),
+        ("Answer: the answer: 42", "42", 1.0),
         (r"Answer: \dfrac{1}{2}", r"\frac{1}{2}", 1.0),
         ("Answer: 1e999999999999", "34", -1.0),
         ("Answer: nan", "34", -1.0),
@@ -223,6 +254,19 @@ def two_parts(prompt, response, answer, *, bonus):
     return {"reward": 2.0, "bonus": bonus}
 
 
+def test_a_row_is_scored_by_the_reward_of_its_source():
+    rewards = {"numbers": gsm8k, "words": exact_match}
+    row = {"prompt": "p", "response": "so #### 3", "answer": "3"}
+    assert by_source(**row, data_source="numbers", rewards=rewards) == 1.0
+    assert by_source(**row, data_source="words", rewards=rewards) == 0.0
+    thought = {"prompt": [], "response": "a</think><answer>b</answer>", "answer": ""}
+    tags = {"tags": matches_format}
+    seen = {"data_source": "tags", "rewards": tags, "prompt_text": "<think>\n"}
+    assert by_source(**thought, **seen) == 1.0
+    with pytest.raises(ValueError, match="data_source='verse': expected one of numbers, words"):
+        by_source(**row, data_source="verse", rewards=rewards)
+
+
 def test_a_weighted_sum_contains_each_of_its_rewards():
     rewards = {"gsm8k": gsm8k, "format": matches_format, "own": two_parts}
     result = weighted_sum(
@@ -275,3 +319,30 @@ def test_math_answer_works_outside_the_main_thread():
 def test_math_answer_refuses_an_answer_that_is_no_mathematics():
     with pytest.raises(ValueError, match="is no mathematics"):
         math_answer("p", "4", "")
+
+
+ANSWERS = st.one_of(
+    st.none(),
+    st.floats(),
+    st.decimals(),
+    st.integers(),
+    st.booleans(),
+    st.text(st.characters(codec="utf-8"), max_size=5),
+    st.binary(max_size=3),
+    st.lists(st.text(max_size=2), max_size=2),
+    st.dictionaries(st.text(max_size=2), st.text(max_size=2), max_size=2),
+)
+
+
+@given(answer=ANSWERS)
+def test_an_answer_that_no_response_can_meet_is_a_failure_and_no_wrong_response(answer):
+    is_text_or_number = isinstance(answer, str | float | Decimal | int)
+    is_nan = str(answer).lower().lstrip("-s").startswith("nan") and not isinstance(answer, str)
+    if not is_text_or_number or is_nan:
+        for reward in (exact_match, math_answer, dapo_math):
+            with pytest.raises(ValueError, match=r"the row's answer is"):
+                reward("p", "5", answer)
+    else:
+        said = str(answer)
+        assert exact_match("p", said, answer) == 1.0
+        assert exact_match("p", f"{said} and more", answer) == 0.0

@@ -89,9 +89,15 @@ def cost(reward):
         (solved, r"a reward of TRL's.*siirl_dask.rewards:from_trl"),
         (narrow, r"does not take prompt, response, answer: it is called as reward\(prompt="),
         (from_trl, "its option functions is missing"),
-        (partial(from_trl, functions=[narrow]), r"narrow does not take prompts: expected"),
+        (
+            partial(from_trl, functions=[narrow]),
+            r"narrow \(tests/.*:\d+\) does not take prompts: expected",
+        ),
         (partial(from_trl, functions=[ranked]), "needs trainer_state, which TRL's own trainer has"),
-        (partial(from_trl, functions=[length], weights=[1, 2]), "2 weights for 1 functions"),
+        (
+            partial(from_trl, functions=[length], weights=[1, 2]),
+            r"weights=\[1, 2\] for 1 function: expected",
+        ),
         (partial(from_trl, functions=["f"]), "'f' is no function"),
     ],
 )

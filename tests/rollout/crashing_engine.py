@@ -1,22 +1,29 @@
-"""An engine over a model of transformers that ends its own process, or raises, at a token; for tests of
+"""Engines over a model of transformers that end their own process, or raise, at a token; for tests of
 engines in processes.
 """
 
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 from siirl_dask.rollout import EngineSpec
 from siirl_dask.rollout.specs import Abilities
 from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
+from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
+from siirl_dask.rollout.vllm_engine.tensor_parallel import (
+    TensorParallelQueue,
+    TensorParallelWeights,
+)
 
 
 class CrashingEngine(TransformersEngine):
     """``engine_options``: ``log``, a file with a line of seeds for each batch; ``at``, the token of
     all batches of a process at which something happens; ``marker``, a file, without which nothing
     does; ``stays``, whether the file is there for the next process as well; ``raises``, an error
-    in place of a kill; ``starts``, whether it has started a process of its own before.
+    in place of a kill; ``hangs``, whether it stands still in place of a kill; ``starts``, whether it
+    has started a process of its own before.
     """
 
     def __init__(self, inputs):
@@ -41,10 +48,63 @@ class CrashingEngine(TransformersEngine):
         if self.options["raises"]:
             print("more than a pipe holds\n" * 2**13, flush=True)
             raise KeyError("a bug of the engine's")
+        if self.options.get("hangs"):
+            time.sleep(600)
         if self.options.get("starts"):
             subprocess.Popen(["sleep", "600"])
         print("the engine is about to crash", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class CrashingWeights:
+    """New weights that end the process in place of being loaded, where the file ``marker`` is there."""
+
+    def __init__(self, weights, marker):
+        self.arrived = weights.arrived
+        self.own = weights
+        self.marker = marker
+
+    def load(self):
+        if self.marker.exists():
+            self.marker.unlink()
+            time.sleep(1)  # the other rank has loaded them by then
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.own.load()
+
+
+class CrashingRanks(CrashingEngine):
+    """One rank of an engine whose ranks sample all rows together, each with the whole model.
+    ``start`` of ``engine_options`` is ``raises`` or ``killed``: what happens to the second rank as it is
+    built, while the first one waits for it.
+    """
+
+    def __init__(self, inputs):
+        self.ranks = EngineRanks(inputs.rank, inputs.rollout.tensor_parallel_size)
+        start = inputs.options.get("start")
+        if self.ranks.rank == 1 and start == "raises":
+            raise MemoryError("the second device has no memory left")
+        if self.ranks.rank == 1 and start == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.ranks.gather(b"built")
+        super().__init__(inputs)
+
+    def serve(self, queue):
+        super().serve(self._shared(queue))
+
+    def serve_in_flight(self, queue, weights):
+        shared = self._shared(queue)
+        own = CrashingWeights(weights, Path(self.options["marker"]))
+        together = TensorParallelWeights(own, shared.gather, lambda: self.version)
+        super().serve_in_flight(shared, together)
+
+    def _shared(self, queue):
+        return TensorParallelQueue(
+            queue,
+            self.ranks.gather,
+            rank=self.ranks.rank,
+            size=self.ranks.size,
+            version=self.version,
+        )
 
 
 class StagedEngine(TransformersEngine):
@@ -65,5 +125,10 @@ class StagedEngine(TransformersEngine):
 
 STAGED = EngineSpec(
     name="staged", build=StagedEngine, abilities=Abilities(process=True, in_flight=True)
+)
+RANKS = EngineSpec(
+    name="ranks",
+    build=CrashingRanks,
+    abilities=Abilities(process=True, tensor_parallel=True, in_flight=True),
 )
 SPEC = EngineSpec(name="crashing", build=CrashingEngine, abilities=Abilities(process=True))

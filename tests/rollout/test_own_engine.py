@@ -12,8 +12,10 @@ import pytest
 
 from siirl_dask.cli import main
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig
-from siirl_dask.config.file import shipped
+from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Device, Rank
+from siirl_dask.driver.checks.preflight import check
+from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.rollout import EngineInputs
 from siirl_dask.testing.engines import EngineTests
 from tests.conftest import digits_overrides
@@ -128,3 +130,50 @@ def test_the_plan_is_told_in_text_and_as_json(my_engine, capsys, digits_task, tm
     assert "rollout" in capsys.readouterr().out
     main(["plan", *given, "--format", "json"])
     assert json.loads(capsys.readouterr().out)
+
+
+LIKE_VLLM = """
+from dataclasses import replace
+
+from siirl_dask.rollout import Abilities, EngineSpec
+from siirl_dask.rollout.vllm_engine.spec import SPEC as VLLM
+
+
+def build(inputs):
+    raise NotImplementedError
+
+
+SPEC = EngineSpec(name="like vLLM", build=build, memory=VLLM.memory, facts=VLLM.facts)
+RANKS = replace(SPEC, abilities=Abilities(tensor_parallel=True))
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "more"),
+    [
+        ("like_vllm.py:SPEC", []),
+        ("like_vllm.py:RANKS", ["rollout.tensor_parallel_size=2"]),
+        ("vllm", ["rollout.vllm.max_num_batched_tokens=4096", "rollout.tensor_parallel_size=2"]),
+    ],
+)
+def test_an_engine_with_the_memory_of_vllm_is_planned_and_proposed_what_it_takes(
+    digits_task, tmp_path, monkeypatch, capsys, engine, more
+):
+    """Each setting that would need less memory is one that the plan accepts."""
+    (tmp_path / "like_vllm.py").write_text(LIKE_VLLM)
+    monkeypatch.chdir(tmp_path)
+    given = [*digits_overrides(digits_task, tmp_path / "run"), f"rollout.engine={engine}"]
+    given += ["model.dtype=float32", "rollout.max_rows=256"]
+    main(["plan", str(shipped("quickstart.yaml")), *given, "--device-memory=24GB"])
+    assert "sampler" in capsys.readouterr().out
+    proposed = remedies(given)
+    assert proposed == [*more[:-1], "rollout.max_rows=64", "model.dtype=bfloat16", *more[-1:]]
+    remedies([*given, *proposed])
+
+
+def remedies(overrides):
+    """Settings that would need less memory than these."""
+    file = load_config_file(shipped("quickstart.yaml"), overrides)
+    phases = plan_phases(file.config, *dags(file), worker_names(file.config), assume_columns=True)
+    footprint = check(file.config, phases).footprints["rollout"]
+    return [remedy.setting for remedy in footprint.remedies]

@@ -47,10 +47,6 @@ from tests.settings import rollout_config
             r"in_flight=true with .*max_staleness=1 and rollout\.steps_ahead=0",
         ),
         (
-            {"in_flight": True, "max_staleness": 1, "tensor_parallel_size": 2},
-            r"in_flight=true with rollout\.tensor_parallel_size=2: .*the same step",
-        ),
-        (
             {"in_flight": True, "max_staleness": 1, "sampler": Sampler.vllm},
             r"in_flight=true with rollout\.sampler=vllm: ",
         ),
@@ -228,3 +224,20 @@ def test_a_worker_holds_a_slice_of_the_weights_and_a_cache_of_its_own(digits_tas
         phases = plan_phases(file.config, *dags(file), worker_names(file.config))
         found.append(check(file.config, phases).memory[0].roles["rollout"] - 2**20)
     assert found[1] == -(-found[0] // 2)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+@pytest.mark.parametrize("name", ["exp[1]", "a*b", "a?b"])
+def test_a_folder_in_which_an_engine_reads_a_pattern_is_refused(tmp_path, engine, name):
+    model = ModelConfig(path=str(tiny_model(tmp_path / name)))
+    spec = engine_spec(Engine(engine))
+    sampler = Sampler.exact
+    if engine == "sglang":
+        sampler = Sampler.sglang
+    rollout = rollout_config(engine=Engine(engine), sampler=sampler)
+    role = EngineRole(model=model, rollout=rollout, config=Config(model=model, rollout=rollout))
+    if engine == "transformers":
+        spec.check(role)
+    else:
+        with pytest.raises(ConfigError, match=r"in the path of a model as a pattern"):
+            spec.check(role)

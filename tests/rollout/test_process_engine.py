@@ -473,7 +473,6 @@ def test_drafts_are_counted_in_the_worker(served_model):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["rollout.engine=vllm", "rollout.tensor_parallel_size=2"], "an engine of one rank"),
         (["rollout.engine=sglang", "rollout.sampler=sglang"], "abilities.process"),
         (
             [
@@ -494,25 +493,26 @@ def test_engines_that_cannot_are_refused_by_plan(overrides, said, capsys, digits
     assert re.search(f"rollout.process=true.*{said}", line), line
 
 
-def test_the_plan_counts_the_weights_that_wait_for_the_next_process(served_model):
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_plan_counts_the_weights_that_wait_for_the_next_process(size, served_model):
+    """All of them, on each worker of an engine."""
     model = ModelConfig(path=str(served_model))
     costs = []
     for process in (False, True):
-        config = Config(rollout=RolloutConfig(engine=Engine.vllm, process=process))
+        rollout = RolloutConfig(engine=Engine.vllm, process=process, tensor_parallel_size=size)
+        config = Config(rollout=rollout)
         costs.append(check_engine({"model": model}, ["0", "1"], config))
     weights = 4 * count_parameters(str(served_model)).total
     assert costs[1].memory == costs[0].memory + weights
     assert costs[1].notes != costs[0].notes
 
 
-@pytest.mark.parametrize("settings", [{"process": True}, {"in_flight": True, "max_staleness": 1}])
-def test_the_plan_proposes_no_ranks_to_an_engine_that_has_one(settings, served_model):
-    """It tries settings that need less memory, and these it must not try."""
-    config = Config(rollout=RolloutConfig(engine=Engine.vllm, **settings))
+def test_the_plan_proposes_ranks_also_to_an_engine_that_takes_weights_in_flight(served_model):
+    rollout = RolloutConfig(engine=Engine.vllm, in_flight=True, max_staleness=1)
+    config = Config(rollout=rollout)
     cost = check_engine({"model": ModelConfig(path=str(served_model))}, ["0", "1"], config)
     proposed = [remedy.setting for remedy in cost.device.remedies]
-    assert proposed
-    assert not [setting for setting in proposed if "tensor_parallel_size" in setting]
+    assert "rollout.tensor_parallel_size=2" in proposed
 
 
 def test_the_engine_of_a_worker_is_built_in_its_process_unless_asked_for(served_model):

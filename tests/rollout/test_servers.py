@@ -39,11 +39,11 @@ from siirl_dask.rollout import (
 )
 from siirl_dask.rollout.concurrent_requests import serve_concurrently
 from siirl_dask.rollout.server_engine import serve
-from siirl_dask.rollout.server_engine.answers import read_answer
+from siirl_dask.rollout.server_engine.answers import read_vllm_answer
 from siirl_dask.rollout.server_engine.balance import choose_server
-from siirl_dask.rollout.server_engine.connection import Server
 from siirl_dask.rollout.server_engine.engine import ServerEngine
 from siirl_dask.rollout.server_engine.serve import arguments
+from siirl_dask.rollout.server_engine.vllm_server import VllmServer
 from siirl_dask.rollout.server_engine.weight_folder import WeightFolder
 from siirl_dask.rollout.vllm_engine.row_parameters import EXACT
 
@@ -161,7 +161,7 @@ def answer_of(tokens, logits, reason="length", label="a-1", **more):
 
 
 def test_an_answer_is_read_as_a_response_with_the_label_of_its_weights():
-    read = read_answer(answer_of([5, 6], [0.5, 0.25], "stop"), REQUEST, {6}, EXACT, URL)
+    read = read_vllm_answer(answer_of([5, 6], [0.5, 0.25], "stop"), REQUEST, {6}, EXACT, URL)
     assert read.generation.token_ids == [5, 6]
     assert read.generation.logprobs == [-0.5, -0.25]
     assert read.generation.finish_reason is FinishReason.STOP
@@ -191,7 +191,7 @@ def test_an_answer_is_read_as_a_response_with_the_label_of_its_weights():
 )
 def test_an_answer_of_another_form_is_an_error_that_names_the_server(found, said):
     with pytest.raises(RunError, match=said) as refused:
-        read_answer(found, REQUEST, {6}, EXACT, URL)
+        read_vllm_answer(found, REQUEST, {6}, EXACT, URL)
     assert URL in str(refused.value)
 
 
@@ -280,12 +280,12 @@ def http():
 def asked(http, *answers, patience=5.0):
     """Send one request to a server that answers so."""
     http.answers = list(answers)
-    config = replace(SERVER, patience=patience)
+    rollout = RolloutConfig(engine=Engine.server, server=replace(SERVER, patience=patience))
 
     async def ask():
-        server = Server(f"http://127.0.0.1:{http.server_port}", config, 2, lambda: None)
+        server = VllmServer(f"http://127.0.0.1:{http.server_port}", rollout, 2, lambda: None)
         try:
-            return await server.generate({"token_ids": [1]})
+            return await server.generate("/inference/v1/generate", {"token_ids": [1]})
         finally:
             server.close()
 

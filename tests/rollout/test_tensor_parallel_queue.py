@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from siirl_dask.errors import Aborted, PeerError
 from siirl_dask.images import Image
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, LocalQueue, Sampling
-from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue
+from siirl_dask.rollout.vllm_engine.tensor_parallel import (
+    TensorParallelQueue,
+    TensorParallelWeights,
+)
 
 REQUESTS = st.builds(
     GenerationRequest,
@@ -235,3 +238,80 @@ def test_requests_for_other_weights_and_other_messages_are_refused():
         queue = queue_of(0, lambda own, check, message=message: [own, message], [])
         with pytest.raises(PeerError, match="generation request"):
             queue.next(4, wait=True)
+
+
+class Arrivals:
+    """Weights of versions 1, 2, .. that arrive at a rank when it has asked so often."""
+
+    def __init__(self, at):
+        self.at = [*at]
+        self.asked = 0
+        self.version = 0
+
+    def arrived(self):
+        self.asked += 1
+        if self.version == len(self.at):
+            return False
+        return self.asked >= self.at[self.version]
+
+    def load(self):
+        assert self.asked >= self.at[self.version], "weights that are not there"
+        self.version += 1
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 30), min_size=2, max_size=2), min_size=1, max_size=4),
+    st.lists(st.integers(1, 12), min_size=1, max_size=6),
+)
+@settings(deadline=None, max_examples=50)
+def test_all_ranks_load_weights_between_the_same_two_steps(times, lengths):
+    """When the last rank has them, and no later; each update has its time at either rank."""
+
+    def serve(rank, gather):
+        arrivals = Arrivals(sorted(at[rank] for at in times))
+        own = LocalQueue([GenerationRequest([rank], length, ONE) for length in lengths])
+        queue = TensorParallelQueue(own, gather, rank=rank, size=2, version=0)
+        weights = TensorParallelWeights(arrivals, queue.gather, lambda: arrivals.version)
+        running, versions = [], []
+        while True:
+            if room := 3 - len(running):
+                for ticket, request in queue.next(room, wait=not running):
+                    running.append([request.seed, ticket, request])
+            if not running:
+                return versions, arrivals.at
+            while weights.arrived():
+                weights.load()
+            versions.append(arrivals.version)
+            for row in running:
+                row[0] -= 1
+            for _, ticket, request in [row for row in running if not row[0]]:
+                queue.complete(ticket, echo(request))
+            running = [row for row in running if row[0]]
+
+    (first, mine), (second, others) = together(2, serve)
+    assert first == second
+    asked, version = 0, 0
+    for used in first:
+        asked += 1
+        while version < len(times) and asked >= max(mine[version], others[version]):
+            version += 1
+            asked += 1
+        assert used == version
+
+
+def test_ranks_with_different_weights_and_other_messages_are_refused():
+    def differ(rank, gather):
+        arrivals = Arrivals([1, 1, 1])
+        arrivals.version = rank
+        queue = TensorParallelQueue(LocalQueue([]), gather, rank=rank, size=2, version=0)
+        weights = TensorParallelWeights(arrivals, queue.gather, lambda: arrivals.version)
+        with pytest.raises(PeerError, match=r"version [01]: those here are [01]"):
+            weights.arrived()
+
+    together(2, differ)
+    for message in (b"\xc1", b"\xa1x", b"\x90"):
+        weights = TensorParallelWeights(
+            Arrivals([1]), lambda own, message=message: [own, message], lambda: 0
+        )
+        with pytest.raises(PeerError, match=r"no version"):
+            weights.arrived()

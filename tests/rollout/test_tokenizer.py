@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import pytest
 from tokenizers.processors import TemplateProcessing
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from siirl_dask.config import ModelConfig
+from siirl_dask.driver.checks.prompt_rows import tokenizer_here
 from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.rollout.chat_turns import ChatTurns
-from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
-from siirl_dask.tasks.tiny_model import tiny_tokenizer
+from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
+from siirl_dask.tasks.tiny_model import tiny_model, tiny_tokenizer
+from siirl_dask.tasks.vocabulary import VOCABULARY
 
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|stop|>{% endfor %}{% if "
@@ -185,3 +188,62 @@ def test_the_end_of_a_turn_of_the_chat_template_is_no_text_of_a_response():
         )
         == ""
     )
+
+
+@pytest.mark.parametrize("prompt", ["a<extra>", [{"role": "user", "content": "a<extra>"}]])
+def test_a_token_that_the_models_embedding_has_not_is_refused(prompt, tmp_path):
+    """It was added to the tokenizer alone, and would be an error of a kernel in the first step."""
+    tiny_model(tmp_path, chat_template=CHAT)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_tokens([f"<{number}>" for number in range(VOCABULARY - len(tokenizer))])
+    tokenizer.save_pretrained(tmp_path)
+    load_tokenizer(str(tmp_path), "model").encode(prompt)
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(tmp_path)
+    engine = TransformersEngine(ModelConfig(path=str(tmp_path)))
+    for own in (load_tokenizer(str(tmp_path), "model"), engine.tokenizer):
+        own.encode("a")
+        with pytest.raises(
+            DataError, match=f"makes token {VOCABULARY} of '<extra>'.*has {VOCABULARY} tokens"
+        ):
+            own.encode(prompt)
+    engine.close()
+
+
+def without_tokenizer(folder):
+    """As a folder that weights alone were copied to."""
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def writes(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_tokenizer, r"there is no tokenizer \(none of .*tokenizer\.json"),
+        (writes("tokenizer.json", "{"), "transformers cannot load it"),
+        (writes("generation_config.json", "{"), "generation_config.json' is not a valid JSON"),
+        (writes("generation_config.json", '{"eos_token_id": "a"}'), "eos_token_id='a'"),
+        (writes("generation_config.json", '{"eos_token_id": [1, "a"]}'), r"eos_token_id=\[1, 'a'"),
+    ],
+)
+def test_a_tokenizer_or_end_tokens_that_cannot_be_read_are_refused(
+    change, said, tmp_path, digits_config
+):
+    """transformers would make an empty tokenizer, or take other end tokens."""
+    tiny_model(tmp_path)
+    change(tmp_path)
+    digits_config.model.path = str(tmp_path)
+    for load in (
+        lambda: load_tokenizer(str(tmp_path), "model"),
+        lambda: TransformersEngine(ModelConfig(path=str(tmp_path))),
+        lambda: tokenizer_here(digits_config),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load()
+    (tmp_path / "model.safetensors").unlink()
+    if change is without_tokenizer:
+        assert tokenizer_here(digits_config) is None

@@ -33,11 +33,11 @@ def a_config(folder, **settings):
     ("settings", "said"),
     [
         (
-            {"model_type": "gpt_neox"},
-            "gpt_neox than transformers.*take rollout.engine=transformers",
+            {"model_type": "jetmoe"},
+            "jetmoe than transformers.*share keys.*take rollout.engine=transformers",
         ),
         ({"model_type": "ernie4_5_moe"}, "on a CPU computes other log-probs of ernie4_5_moe"),
-        ({"model_type": "gemma3n", "text_config": {}}, "after its first new weights"),
+        ({"model_type": "gemma3n", "text_config": {}}, "leaves the embeddings of each layer out"),
         ({"model_type": "falcon_h1"}, "state-space layers of falcon_h1 fail in vLLM on a CPU"),
         (
             {
@@ -74,7 +74,9 @@ def test_a_model_of_which_vllm_computes_other_logprobs_is_refused_by_name(settin
         {"model_type": "qwen2_moe", "sliding_window": 9},
         {"model_type": "qwen2_moe", "sliding_window": 9, "use_sliding_window": False},
         {"model_type": "ernie4_5_moe"},
+        {"model_type": "gpt_neox"},
         {"model_type": "lfm2_moe"},
+        {"model_type": "mimo_v2_flash"},
         {"model_type": "falcon_h1"},
         {
             "model_type": "qwen2",
@@ -91,7 +93,7 @@ def test_a_model_whose_rows_vllm_computes_alike_is_not_refused(settings, tmp_pat
 
 
 def test_plan_refuses_it_for_vllm_alone(capsys, tmp_path, digits_task):
-    model = a_config(tmp_path / "model", model_type="gpt_neox")
+    model = a_config(tmp_path / "model", model_type="jetmoe")
     words = [
         "plan",
         "configs/quickstart.yaml",
@@ -100,7 +102,7 @@ def test_plan_refuses_it_for_vllm_alone(capsys, tmp_path, digits_task):
     ]
     with pytest.raises(SystemExit):
         main([*words, "rollout.engine=vllm"])
-    assert "vLLM computes other log-probs of gpt_neox" in capsys.readouterr().err
+    assert "vLLM computes other log-probs of jetmoe" in capsys.readouterr().err
     main([*words, "rollout.engine=transformers"])
     assert "vLLM" not in capsys.readouterr().err
 
@@ -122,7 +124,7 @@ def test_docs_models_says_of_every_family_what_vllm_does_with_it():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("family", [*REFUSED, "doge", "gemma3n_text"])
+@pytest.mark.parametrize("family", REFUSED)
 def test_vllm_still_computes_others_and_the_same_of_rows_within_a_window(
     family, monkeypatch, tmp_path
 ):

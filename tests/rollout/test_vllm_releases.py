@@ -102,7 +102,7 @@ def test_ranks_meet_by_the_backend_of_their_devices_and_not_by_what_vllms_platfo
     made = object.__new__(engine.VllmEngine)
     made._world, made._on_cpu = engine.EngineWorld(), False
     made._ranks = SimpleNamespace(join=joined.append, host="127.0.0.1")
-    monkeypatch.setattr(engine, "_build", lambda path, settings: None)
+    monkeypatch.setattr(engine, "_build", lambda path, settings, note: None)
     for kind in DeviceKind:
         made._start(SimpleNamespace(path="model"), {}, "", kind)
     assert joined == ["gloo", "nccl", "hccl"]

@@ -1,4 +1,4 @@
-"""Runs the conformance suite on one vLLM engine of two workers."""
+"""Runs the conformance suite on one vLLM engine of two workers, in their processes and in its own."""
 
 import io
 from contextlib import redirect_stdout
@@ -21,24 +21,32 @@ MODELS = {
 }
 
 
-def run_suite(rank, folder):
+def run_suite(rank, folder, suite):
     options = ["-q", "-x", "--durations=6", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    suite, said = Path(__file__).with_name("two_ranks.py"), io.StringIO()
+    path, said = Path(__file__).with_name(suite), io.StringIO()
     with redirect_stdout(said):
-        code = pytest.main([str(suite), *options, f"--basetemp={folder}/tests-{rank.rank}"])
+        code = pytest.main([str(path), *options, f"--basetemp={folder}/tests-{rank.rank}"])
     assert code == 0, said.getvalue()  # raised at once: the other rank would wait for this one
     return said.getvalue()
+
+
+def run_in_both(suite, folder):
+    # here: with a process group transformers writes them on one rank only
+    for name, settings in MODELS.items():
+        tiny_model(folder / name, **settings)
+    tiny_vlm(folder / "vlm", seed=1, family="qwen3_vl")
+    for said in run_ranks(2, partial(run_suite, folder=folder, suite=suite), folder):
+        assert " passed" in said
+        print(said)
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(400)  # with more processes than cores
 def test_an_engine_of_two_ranks_is_an_engine(tmp_path):
-    for (
-        name,
-        settings,
-    ) in MODELS.items():  # here: with a process group transformers writes them on one rank only
-        tiny_model(tmp_path / name, **settings)
-    tiny_vlm(tmp_path / "vlm", seed=1, family="qwen3_vl")
-    for said in run_ranks(2, partial(run_suite, folder=tmp_path), tmp_path):
-        assert " passed" in said
-        print(said)
+    run_in_both("two_ranks.py", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_engine_of_two_ranks_in_processes_is_an_engine(tmp_path):
+    run_in_both("two_ranks_in_processes.py", tmp_path)

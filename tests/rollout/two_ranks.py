@@ -2,6 +2,7 @@
 call alike.
 """
 
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -13,10 +14,11 @@ from siirl_dask.config import Engine, ImagesConfig, ModelConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.images.processor import ImageProcessor
-from siirl_dask.rollout import Sampling
+from siirl_dask.rollout import Generation, GenerationRequest, LocalQueue, Sampling
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.testing.engines import EngineTests
 from siirl_dask.testing.image_engines import image_requests, serve
+from siirl_dask.testing.in_flight import ScriptedWeights
 from siirl_dask.testing.reference_model import PROMPTS, assert_agrees_with_trainer, load_model
 from tests.settings import rollout_config
 
@@ -66,9 +68,17 @@ def test_a_model_that_two_ranks_cannot_share_fails_on_both(models):
         engine_of(models / "odd")
 
 
-class TestTwoRanks(EngineTests):
-    takes_weights_in_flight = False  # both ranks would have to load at the same step
+def test_a_rank_without_memory_ends_the_start_of_both_with_its_reason(models):
+    """The other one waits for it, and would else say that its peer is gone."""
+    began = time.monotonic()
+    size = ("64MiB", "200TiB")[place().rank]
+    with pytest.raises(ConfigError, match=r"vLLM cannot run it.*memory") as ended:
+        engine_of(models / "tied", kv_cache_memory=size)
+    assert time.monotonic() - began < 120
+    assert ("rank 1 of 2: " in str(ended.value)) == (place().rank == 0)
 
+
+class TestTwoRanks(EngineTests):
     @classmethod
     def make_engine(cls, folder):
         return engine_of(folder)
@@ -129,3 +139,31 @@ def test_each_rank_keeps_its_own_rows_as_one_rank_samples_them(models):
             assert_close(
                 torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0
             )
+
+
+def test_ranks_take_new_weights_together_and_sample_as_one_rank_that_takes_them_then(models):
+    """They arrive at different times."""
+    folder, mine = models / "untied", place().rank
+    model = load_model(models / "untied")
+    doubled = load_model(models / "untied")
+    with torch.no_grad():
+        for weight in doubled.parameters():
+            weight.mul_(1.5)
+    requests = [
+        GenerationRequest([(mine + 7 * row) % 256] * 3, 50 * mine + row, Sampling(max_tokens=limit))
+        for row, limit in enumerate([(4, 30, 16), (24, 9)][mine] * 4)
+    ]
+    arrivals = [[(6, 7), (19, 8)], [(9, 7), (15, 8)]][mine]
+    given = []
+    for size, updates in ((2, arrivals), (1, [(9, 7), (19, 8)])):
+        with running(folder, size) as engine:
+            weights = ScriptedWeights(engine, {7: doubled, 8: model}, updates)
+            queue = LocalQueue[GenerationRequest, Generation](requests)
+            engine.serve_in_flight(queue, weights)
+            assert engine.version == 8
+            given.append(queue.results())
+    spans = {tuple(dict.fromkeys(sample.versions)) for sample in given[0]}
+    assert {(0, 7), (0, 7, 8)} <= spans
+    for one, other in zip(*given, strict=True):
+        assert (one.token_ids, one.versions) == (other.token_ids, other.versions)
+        assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0)

@@ -2,6 +2,8 @@
 test_vllm_play.py: turns, self-play, tools, episodes over several steps, agents, and routes.
 """
 
+from functools import partial
+
 import pyarrow as pa
 
 from siirl_dask.config import (
@@ -14,7 +16,7 @@ from siirl_dask.config import (
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.environments import build_environments
 from siirl_dask.nodes import generate, play, run_agents
-from siirl_dask.rollout.vllm_engine.engine import VllmEngine
+from siirl_dask.rollout import build_engine
 from siirl_dask.schema import TYPES
 from siirl_dask.tasks.calculator import Calculator
 from siirl_dask.testing.reference_model import load_model
@@ -47,19 +49,22 @@ def played(engine, folder, rank):
         )
     )
     found["with a window"] = with_window(engine, folder, rank)
+    found["responses with a window"] = in_window(engine, rank, generate)
     found["over steps"] = over_steps(engine, folder, rank)
     return found
 
 
-def engine_of(folder, rank, size):
+def engine_of(folder, rank, size, *, process):
     rollout = rollout_config(
         engine=Engine.vllm,
+        process=process,
         max_rows=3,  # fewer than there are episodes
         tensor_parallel_size=size,
         router_replay=True,
         kv_cache_memory="64MiB",
     )
-    return VllmEngine(ModelConfig(path=str(folder)), rollout, Device(f"w{rank.rank}"), rank)
+    model = ModelConfig(path=str(folder))
+    return build_engine(Device(f"w{rank.rank}"), rank, model=model, rollout=rollout)
 
 
 def table(engine, prompts, rank, first=0):
@@ -133,29 +138,36 @@ def with_agents(engine, prompts, rank):
 
 
 def with_window(engine, folder, rank):
+    config = EnvironmentsConfig(turns=3, turn_tokens=6)
+    world = build_environments(Device("w"), Rank(), environments=config, environment=Delayed)
+    try:
+        return in_window(
+            engine,
+            rank,
+            partial(play, environments=config, max_prompt_length=60),
+            world=world,
+        )
+    finally:
+        world.close()
+
+
+def in_window(engine, rank, node, **more):
     """Each rank decides by itself when its step is over; without new weights the step in which a
     token is sampled changes nothing.
     """
-    config = EnvironmentsConfig(turns=3, turn_tokens=6)
     rollout = RolloutConfig(n=2, max_response_length=LENGTH, window=1, max_staleness=5)
-    world = build_environments(Device("w"), Rank(), environments=config, environment=Delayed)
     state, rows = {}, []
-    try:
-        for step in (1, 2, 3):
-            made = play(
-                context(engine, world, step, state=state, drain=step == 3),
-                table(engine, PROMPTS[rank], rank, first=10 * step),
-                rollout=rollout,
-                environments=config,
-                max_prompt_length=60,
-            )
-            rows += rows_of(made)
-            assert made.num_rows // 2 == len(PROMPTS[rank]) + {1: -1, 3: 1}.get(step, 0)
-    finally:
-        world.close()
+    for step in (1, 2, 3):
+        made = node(
+            context(engine, step=step, state=state, drain=step == 3, **more),
+            table(engine, PROMPTS[rank], rank, first=10 * step),
+            rollout=rollout,
+        )
+        rows += rows_of(made)
+        assert made.num_rows // 2 == len(PROMPTS[rank]) + {1: -1, 3: 1}.get(step, 0)
     for row in rows:
         for name in ("row_id", "episode_id"):  # they grow with the steps that a group waits
-            del row[name]
+            row.pop(name, None)
     return sorted(rows, key=lambda row: row["sampling_seed"])
 
 

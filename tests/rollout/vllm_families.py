@@ -24,6 +24,22 @@ IN_FILES = {
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": True,
     },
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [0, 1],
+        "moe_layer_freq": [0, 1],
+        "layernorm_epsilon": 1e-5,
+        "sliding_window_size": families.WINDOW,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 32,
+        "swa_v_head_dim": 32,
+        "add_swa_attention_sink_bias": True,
+        "rope_theta": 5_000_000,
+        "swa_rope_theta": 10_000,
+        "partial_rotary_factor": 0.334,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
     "deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax"},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
@@ -33,10 +49,10 @@ EQUAL = (
     "gemma2", "gemma3_text", "gemma4_text", "vaultgemma", "nanochat", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4",
     "glm4_moe", "ernie4_5", "olmo", "olmo2", "olmo3", "olmoe", "smollm3", "granite", "granitemoe", "granite_swa",
     "cohere", "lfm2", "lfm2_moe", "exaone4", "cwm", "seed_oss", "hunyuan_v1_dense", "arcee", "helium", "starcoder2",
-    "stablelm", "nemotron", "bitnet", "gpt2", "opt", "falcon", "gptj",
+    "stablelm", "nemotron", "bitnet", "gpt2", "gpt_neox", "opt", "falcon", "gptj", "mimo_v2_flash",
 )  # fmt: skip
 """Families whose log-probs are the trainer's in float32, before and after new weights."""
-REFUSED = ("gpt_neox", "jetmoe", "ernie4_5_moe", "cohere2", "qwen2_moe")
+REFUSED = ("jetmoe", "doge", "gemma3n_text", "ernie4_5_moe", "cohere2", "qwen2_moe")
 """Families whose log-probs are others from the start, and which are refused."""
 
 

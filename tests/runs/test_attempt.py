@@ -18,7 +18,7 @@ from siirl_storage import open_fs, remove_tree, write_atomic
 
 from siirl_dask.errors import ConfigError, Fenced, FolderGone, RunInProgress
 from siirl_dask.runs.attempt import newest_start, summary_is_older, take
-from siirl_dask.runs.holder import Holder
+from siirl_dask.runs.owner import Owner, is_same
 
 HOLD = """
 import sys, time
@@ -60,8 +60,8 @@ def hold():
 def of_another_host(url, lease=1.0, **changes):
     """An attempt of a host that is not this one, as far as its file says."""
     fs, path = open_fs(f"{url}/attempts/0001.json")
-    holder = replace(Holder.here(lease), host="elsewhere", machine="another boot", **changes)
-    write_atomic(fs, path, holder.to_json())
+    owner = replace(Owner.here(lease), host="elsewhere", machine="another boot", **changes)
+    write_atomic(fs, path, owner.to_json())
 
 
 def test_a_second_start_is_refused_while_the_first_lives_and_names_it(tmp_path, hold):
@@ -93,8 +93,35 @@ def test_a_zombie_is_gone(tmp_path, hold):
 
 def test_a_later_process_of_the_same_number_is_not_taken_for_it(tmp_path):
     fs, path = open_fs(f"{tmp_path}/attempts/0001.json")
-    write_atomic(fs, path, replace(Holder.here(3600.0), birth="1").to_json())
+    write_atomic(fs, path, replace(Owner.here(3600.0), birth="1").to_json())
     assert take(str(tmp_path), 30.0, print).number == 2
+
+
+@pytest.mark.parametrize(
+    ("birth", "now", "expected"),
+    [
+        ("7", "7", True),
+        ("7", "8", False),
+        ("7", None, False),
+        ("", None, False),
+        ("7", "", None),
+        ("", "7", None),
+        ("", "", None),
+    ],
+)
+def test_a_process_that_the_system_hides_counts_neither_as_gone_nor_as_there(birth, now, expected):
+    """With it for gone, a second run would write where another user's is training."""
+    assert is_same(birth, now) is expected
+
+
+@pytest.mark.parametrize("changes", [{"machine": ""}, {"machine": "another boot"}])
+def test_nothing_is_certain_of_a_process_of_another_system(changes):
+    here = Owner.here(1.0)
+    assert here.is_there()
+    assert not here.is_gone()
+    elsewhere = replace(here, **changes)
+    assert not elsewhere.is_there()
+    assert not elsewhere.is_gone()
 
 
 def test_a_clean_end_frees_the_folder_at_once(url):
@@ -218,7 +245,7 @@ def test_a_start_that_begins_again_writes_under_a_new_number_and_keeps_the_folde
 def test_a_start_that_was_taken_over_does_not_begin_again(url):
     attempt = take(url, 30.0, print)
     fs, path = open_fs(f"{url}/attempts/0002.json")
-    write_atomic(fs, path, Holder.here(30.0).to_json())
+    write_atomic(fs, path, Owner.here(30.0).to_json())
     with pytest.raises(Fenced):
         attempt.begin_again()
     assert attempt.number == 1

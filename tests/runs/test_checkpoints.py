@@ -26,7 +26,7 @@ from siirl_dask.runs.checkpoints import (
     read_state,
     remove_all,
 )
-from siirl_dask.runs.holder import Holder
+from siirl_dask.runs.owner import Owner
 
 PARTS = ("policy/__0_0.distcp", "policy/.metadata", "critic/__0_0.distcp")
 
@@ -70,10 +70,10 @@ fsspec.register_implementation("dying", DyingFileSystem, clobber=True)
 
 def begin(url, number):
     """Attempt ``number`` at the run, begun by a process that is gone."""
-    holder = Holder.here(30.0)
+    owner = Owner.here(30.0)
     fs, path = open_fs(f"{url}/attempts/{number:04d}.json")
-    write_atomic(fs, path, holder.to_json())
-    return Attempt(url, number, holder)
+    write_atomic(fs, path, owner.to_json())
+    return Attempt(url, number, owner)
 
 
 def put_parts(url, value):
@@ -183,7 +183,7 @@ def test_a_commit_that_comes_late_loses_to_the_start_that_took_over(url):
     """The old start is cut off after it saw that nobody else is there; the new one commits two
     steps meanwhile.
     """
-    attempt = Late(url, 1, begin(url, 1).holder)
+    attempt = Late(url, 1, begin(url, 1).owner)
     old = Checkpoints(attempt=attempt, keep=1)
     late = old.folder(2)
     half = put_parts(late, 2)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.cli import main
-from siirl_dask.runs.glance import glance
+from siirl_dask.runs.preview import preview_samples
 from siirl_dask.runs.reader import decoder_of_run
 from siirl_dask.runs.samples import questions
 from siirl_dask.runs.samples.mismatch import mismatch
@@ -167,7 +167,7 @@ def test_agents_are_named_and_watch_tells_turns(tmp_path):
         assert questions.by(rollouts, "agent").to_pylist()[0]["samples"] == 4
     assert {who for who, *_ in told(best)} == {"a", "tool"}
     assert newest_samples(run, [1], Choice.BEST)[0].agent == "a"
-    outcomes = {_outcome(row) for row in glance(run, 1, 5)}
+    outcomes = {_outcome(row) for row in preview_samples(run, 1, 5)}
     assert {"reward 1, 2 turns", "failed, 1 turn"} <= outcomes
 
 

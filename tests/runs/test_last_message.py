@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from siirl_dask.cli import main
-from siirl_dask.runs.glance import glance
+from siirl_dask.runs.preview import preview_samples
 from siirl_dask.runs.samples import questions
 from siirl_dask.runs.samples.last_message import last_message
 from siirl_dask.runs.samples.rollouts import open_rollouts
@@ -60,7 +60,7 @@ def test_every_view_shows_the_line_in_which_prompts_differ(tmp_path, capsys):
         f"ask {at}" for at in range(4)
     }
     assert whole_sample(url, 1, 2).row.prompt == CHATML.format("ask 2")
-    assert {one["prompt"] for one in glance(url, 1, 4)} == {f"ask {at}" for at in range(4)}
+    assert {one["prompt"] for one in preview_samples(url, 1, 4)} == {f"ask {at}" for at in range(4)}
 
 
 def test_the_dataset_s_own_messages_are_taken_where_the_template_is_not_known(tmp_path):
@@ -72,4 +72,18 @@ def test_the_dataset_s_own_messages_are_taken_where_the_template_is_not_known(tm
         assert full["prompt"].to_pylist() == ["@@ an unknown template @@"]
         assert pa.types.is_string(questions.worst(rollouts, 1).schema.field("prompt").type)
     assert newest_samples(url, [1], Choice.NEWEST)[0].prompt == "the question"
-    assert glance(url, 1, 1)[0]["prompt"] == "the question"
+    assert preview_samples(url, 1, 1)[0]["prompt"] == "the question"
+
+
+@pytest.mark.parametrize(
+    "choose", [questions.best, questions.worst, questions.longest, questions.failed]
+)
+def test_each_choice_of_samples_gives_the_last_message_and_the_whole_prompt_on_request(
+    tmp_path, choose
+):
+    with open_rollouts(chats(tmp_path, finish_reason="failed")) as rollouts:
+        asked = {f"ask {at}" for at in range(4)}
+        assert {*choose(rollouts)["prompt"].to_pylist()} == asked
+        assert {*choose(rollouts, full=True)["prompt"].to_pylist()} == set(
+            map(CHATML.format, asked)
+        )

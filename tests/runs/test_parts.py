@@ -4,11 +4,14 @@ one table: no column is lost, and none is taken for another.
 
 from itertools import permutations
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from siirl_storage import commit_parts, stage_part
 
-from siirl_dask.errors import DataError
+from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.runs.reader import Run
 from siirl_dask.runs.samples.parts import common_schema, sample_parts
 from siirl_dask.runs.samples.rollouts import open_rollouts
@@ -109,3 +112,51 @@ def test_a_column_that_no_type_holds_is_named_with_its_steps(tmp_path):
     with pytest.raises(DataError, match=r"'answer' is string in step 1 and int64 in step 3; ask"):
         common_schema(sample_parts(str(tmp_path)))
     assert common_schema(sample_parts(str(tmp_path), steps=[1, 2])).field("answer").type == "string"
+
+
+STEPS = st.one_of(
+    st.none(),
+    st.integers(),
+    st.text(max_size=2),
+    st.floats(),
+    st.lists(st.one_of(st.integers(-1, 4), st.sampled_from(["1", None, 1.0, np.int64(2)]))),
+    st.builds(range, st.integers(0, 4), st.integers(0, 4)),
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    url = str(tmp_path_factory.mktemp("run"))
+    save(url, TABLES.values(), [1, 1, 1])
+    return url
+
+
+@given(steps=STEPS)
+def test_whatever_stands_as_steps_are_those_steps_or_an_error_that_names_them(saved, steps):
+    is_list = isinstance(steps, list | range)
+    if steps is None:
+        assert [part.step for part in sample_parts(saved)] == [1, 2, 3]
+    elif not is_list or any(type(step) not in (int, np.int64) for step in steps):
+        with pytest.raises(ConfigError, match=r"steps=.*: expected a list of steps"):
+            sample_parts(saved, steps=steps)
+    elif {*steps} & {1, 2, 3}:
+        found = [part.step for part in sample_parts(saved, steps=steps)]
+        assert found == sorted({*steps} & {1, 2, 3})
+    else:
+        with pytest.raises(DataError, match=r"it has 3 steps, from 1 to 3"):
+            sample_parts(saved, steps=steps)
+
+
+def test_a_table_is_no_path(saved):
+    with pytest.raises(DataError, match=r"'\.\./rollouts' is no table of a run"):
+        sample_parts(f"{saved}/rollouts", table="../rollouts")
+
+
+def test_a_link_to_a_run_that_was_moved_is_said_to_be_one(saved, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(saved)
+    assert len(sample_parts(str(link))) == 3
+    link.unlink()
+    link.symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"it is a link to '.*gone', which is not there"):
+        sample_parts(str(link))

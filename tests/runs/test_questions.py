@@ -182,6 +182,16 @@ def check_mismatch(found, rows):
             )
 
 
+@pytest.mark.parametrize("missing", [("old_logprobs",), ("rollout_logprobs",), tuple(LOGPROBS)])
+def test_a_row_that_lacks_log_probs_of_one_side_moves_no_others(tmp_path, missing):
+    """Rows have log-probs of one side alone where a node in between left them out."""
+    rows = [row(1, at, 1.0, at + 1, ratio=ratio) for at, ratio in enumerate([0.4, 1.0, 1.1, 1.0])]
+    whole = rows[0], rows[2], rows[3]
+    rows[1] = rows[1] | dict.fromkeys(missing)
+    with open_rollouts(save(tmp_path / "run", {1: rows}, parts=1)) as rollouts:
+        check_mismatch(mismatch(rollouts), [{"step": 1, **one} for one in whole])
+
+
 def test_the_same_prompts_then_and_now_with_the_largest_change_first(run):
     with open_rollouts(run) as rollouts:
         found = questions.diff(rollouts, 1, 2).to_pylist()

@@ -123,6 +123,42 @@ def test_names_in_messages_can_be_pasted() -> None:
 
 
 def test_corrupt_part_survives_a_trip_between_processes() -> None:
+    assert ": short. Restore it" in str(CorruptPart("/a/part", "short."))
     error = pickle.loads(pickle.dumps(CorruptPart("/a/part", "short")))
     assert str(error) == str(CorruptPart("/a/part", "short"))
     assert error.path == "/a/part"
+
+
+def test_a_device_or_a_pipe_gets_the_bytes_and_stays(tmp_path: Path) -> None:
+    fs, _ = open_fs(str(tmp_path))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_atomic(fs, str(pipe), b"whole")
+        assert os.read(reader, 100) == b"whole"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    for link in ("device", "of a process"):
+        place = tmp_path / link
+        with (tmp_path / "target").open("wb") as target:
+            number = target.fileno()
+            name = f"/proc/self/fd/{number}"
+            if link == "device":
+                write_atomic(fs, name, b"by its name")
+            else:
+                place.symlink_to(name)
+                write_atomic(fs, str(place), b"by its name")
+                assert place.is_symlink()
+        assert (tmp_path / "target").read_bytes() == b"by its name"
+
+
+def test_a_link_to_a_file_is_replaced_and_its_file_stays(tmp_path: Path) -> None:
+    fs, _ = open_fs(str(tmp_path))
+    target = tmp_path / "target"
+    target.write_bytes(b"mine")
+    (tmp_path / "link").symlink_to(target)
+    write_atomic(fs, str(tmp_path / "link"), b"new")
+    assert target.read_bytes() == b"mine"
+    assert (tmp_path / "link").read_bytes() == b"new"

@@ -134,3 +134,8 @@ def test_a_chain_of_filesystems_still_opens(tmp_path) -> None:  # type: ignore[n
     fs, path = open_fs(f"simplecache::file://{tmp_path}/a")
     write_atomic(*open_fs(str(tmp_path / "a")), b"data")
     assert fs.cat_file(path) == b"data"
+
+
+def test_a_name_with_a_null_character_is_refused(url: str) -> None:
+    with pytest.raises(StorageError, match="no name has the character of number 0"):
+        open_fs(join(url, "a\0b"))

@@ -8,7 +8,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from siirl_dask.models.loading import correct_modules
-from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_tokenizer
+from siirl_dask.tasks.tiny_model import tiny_tokenizer
+from siirl_dask.tasks.vocabulary import VOCABULARY
 
 WINDOW = 8
 SIZES = {
@@ -128,10 +129,6 @@ FAMILIES = {
         {
             "head_dim": 8,
             "v_head_dim": 8,
-            "swa_head_dim": 8,
-            "swa_v_head_dim": 8,
-            "swa_num_attention_heads": 4,
-            "swa_num_key_value_heads": 2,
             **WINDOWED,
             **ROUTED,
         },
@@ -225,6 +222,45 @@ FAMILIES = {
         },
     ),
     "bamba": Family("bamba", {"attn_layer_indices": [1], **STATE}),
+    "zamba2": Family(
+        "zamba2",
+        {
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "mamba_d_state": 8,
+            "chunk_size": 16,
+            "use_mem_rope": True,
+        },
+    ),
+    "kimi_linear": Family(
+        "kimi_linear",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+        scale=0.7,
+    ),
+    "longcat_flash": Family(
+        "longcat_flash",
+        {
+            **LATENT,
+            "num_layers": 2,
+            "head_dim": 8,
+            "moe_topk": 2,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "expert_ffn_hidden_size": 16,
+            "routed_scaling_factor": 1.0,
+        },
+    ),
     "jamba": Family(
         "jamba",
         {
@@ -254,7 +290,8 @@ FAMILIES = {
     "jetmoe": Family("jetmoe", {"kv_channels": 8, **LOCAL}),
     "bitnet": Family("bitnet"),
     "gpt2": Family("gpt2", GPT, own_sizes=True, lora=False),
-    "gpt_neox": Family("gpt_neox", {"rotary_pct": 0.25}),
+    # all heads have keys of their own: vLLM goes by the key, and would take others
+    "gpt_neox": Family("gpt_neox", {"rotary_pct": 0.25, "num_key_value_heads": 4}),
     "opt": Family("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     "llama4_text": Family(
         "llama4_text",
@@ -349,7 +386,9 @@ REFUSED = {
 
 
 def written(folder, name):
-    """Write the model of a family, and return it; its attention is far from uniform."""
+    """Write the model of a family, and return it; its attention is far from uniform, and no weight
+    is 0 or 1, so that each has a part in every log-prob.
+    """
     family = {**FAMILIES, **REFUSED}[name]
     sizes = TOKENS if family.own_sizes else {**TOKENS, **SIZES}
     config = CONFIG_MAPPING[family.kind](**{**sizes, **family.settings})
@@ -357,14 +396,14 @@ def written(folder, name):
     model = AutoModelForCausalLM.from_config(config, attn_implementation=family.attention).eval()
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for part, parameter in model.named_parameters():
+        for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=draw)
             if parameter.ndim >= 2:
                 parameter.copy_(noise * family.scale * parameter.shape[-1] ** -0.5)
-            elif "bias" in part or "sinks" in part or "A_log" in part or "dt" in part:
+            else:
                 parameter.add_(noise * 0.1)
         for part, buffer in model.named_buffers():
-            if "correction_bias" in part:
+            if part.endswith(("correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn(buffer.shape, generator=draw) * 0.1)
     correct_modules(model)
     model.save_pretrained(folder)

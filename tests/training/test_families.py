@@ -3,7 +3,9 @@ docs/models.md says how.
 """
 
 import logging
+import random
 import re
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +20,12 @@ from siirl_dask.config import Backend, Dtype, LoraConfig, ModelConfig, RolloutCo
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.models import broken_imports
+from siirl_dask.models.architecture import empty_model, read_config
 from siirl_dask.models.loading import correct_modules
+from siirl_dask.models.shapes import weight_shapes
 from siirl_dask.models.slower_families import GENERATED, PADDED
+from siirl_dask.models.weight_files import check_weights
+from siirl_dask.models.weight_names import lacking
 from siirl_dask.rollout.transformers_engine.decoding import decode, use_decoding
 from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.rollout.transformers_engine.plain_generate import check_generate, generate
@@ -150,11 +156,51 @@ def errors(folder, model, rows, trainer=None, rank=None):
 
 def test_log_probs_and_gradients_are_those_of_plain_transformers_for_each_row_alone(made):
     name, folder, model = made
-    of_logprobs, of_gradients, layout = errors(folder, model, grouped_rows(GROUPS))
-    assert of_logprobs < 1e-5
-    assert of_gradients < 1e-5
+    rows = grouped_rows(GROUPS)
+    *found, layout = errors(folder, model, rows)
+    assert max(as_shares_of_bounds(found, model, rows)) < 1
     assert layout == FAMILIES[name].rows
     assert (layout == "padded") is (FAMILIES[name].kind in PADDED)
+
+
+def as_shares_of_bounds(found, model, rows):
+    """Errors of log-probs and gradients as shares of 1e-5, or of what plain transformers itself is
+    off from float64 where float32 carries less: sums of a gated delta rule do so in the order of
+    some CPUs.
+
+    ``model`` has the gradients of plain transformers.
+    """
+    if max(found) < 1e-5:
+        return [off / 1e-5 for off in found]
+    exact = deepcopy(model).double()
+    exact.set_experts_implementation("eager")  # others take no float64
+    exact.zero_grad()
+    expected = plain_logprobs(exact, rows)
+    weighed(expected.float()).backward()
+    with torch.no_grad():
+        of_logprobs = float((plain_logprobs(model, rows) - expected).abs().max())
+    grads = {name: each.grad for name, each in exact.named_parameters() if each.grad is not None}
+    own = dict(model.named_parameters())
+    largest = max(float(grad.abs().max()) for grad in grads.values())
+    of_gradients = max(float((own[name].grad - grads[name]).abs().max()) for name in grads)
+    bounds = (max(1e-5, of_logprobs), max(1e-5, of_gradients / largest))
+    return [off / bound for off, bound in zip(found, bounds, strict=True)]
+
+
+def test_a_folder_that_lacks_any_tensor_is_refused(made):
+    _, folder, _ = made
+    check_weights(str(folder))
+    model = empty_model(read_config(str(folder)))
+    shapes = weight_shapes(str(folder))
+
+    def is_refused(there):
+        try:
+            return bool(lacking(model, there))
+        except ConfigError:  # experts that lack one
+            return True
+
+    for lost in random.Random(0).sample(sorted(shapes), min(12, len(shapes))):
+        assert is_refused({name: shape for name, shape in shapes.items() if name != lost}), lost
 
 
 @pytest.mark.slow
@@ -252,7 +298,9 @@ def test_adapters_are_merged_as_they_are_trained(made):
 
 
 def sharded_errors(root, families, rank):
-    """Errors of families on a rank that holds half of each parameter."""
+    """Errors of families, as shares of their bounds, on a rank that holds half of each
+    parameter.
+    """
     broken_imports.hide()
     logging.disable(logging.WARNING)
     found = {}
@@ -262,7 +310,8 @@ def sharded_errors(root, families, rank):
         torch.distributed.barrier()
         rows = grouped_rows(GROUPS)
         settings = TrainerConfig(lr=1e-4, backend=Backend.fsdp)
-        found[name] = errors(folder / "0", model, rows, settings, rank)[:2]
+        off = errors(folder / "0", model, rows, settings, rank)[:2]
+        found[name] = as_shares_of_bounds(off, model, rows)
     return found
 
 
@@ -304,7 +353,7 @@ def test_two_ranks_that_share_the_parameters_score_every_family_as_plain_transfo
     ranks.mkdir()
     for found in run_ranks(2, partial(sharded_errors, str(tmp_path), families), ranks):
         assert [*found] == [*families]
-        wrong = {name: off for name, off in found.items() if not max(off) < 1e-5}
+        wrong = {name: shares for name, shares in found.items() if not max(shares) < 1}
         assert wrong == {}
 
 

@@ -20,11 +20,13 @@ from transformers import (
 from siirl_dask.algorithms import policy_gradient
 from siirl_dask.config import Backend, Dtype, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
-from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_model
+from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.tasks.tiny_vlm import tiny_vlm
+from siirl_dask.tasks.vocabulary import VOCABULARY
 from siirl_dask.testing.image_rows import READ, image_rows, pack
 from siirl_dask.testing.rows import flat, random_rows, signs
 from siirl_dask.training import TrainBatch, build_critic, build_reference, build_trainer
+from siirl_dask.training.model.row_layout import RowLayout
 from siirl_dask.training.parallel.dtensor import full_tensor
 from tests.settings import trainer_config
 
@@ -178,6 +180,21 @@ def test_torch_and_fsdp_score_alike_to_the_bit(folders, family, make):
     shards = scores(build(folders[family], make, backend=Backend.fsdp), rows)
     assert whole.std() > 0
     assert torch.equal(whole, shards)
+
+
+def test_a_mixture_is_not_refused_for_tokens_that_go_to_either_of_two_experts_by_a_rounding(
+    tmp_path,
+):
+    """Each expert has another that a router takes for it as soon as a digit differs."""
+    folder = written(tmp_path / "qwen3_moe", "qwen3_moe")
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("mlp.gate.weight"):
+            weight[1::2] = weight[::2] * (1 + 2.0**-10)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    for make in (build_critic, build_trainer):
+        built = build(folder, make, backend=Backend.fsdp)
+        assert built._network.layout is RowLayout.packed
 
 
 @pytest.mark.parametrize("family", SHARDED)

@@ -11,7 +11,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from siirl_dask.config import Dtype
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout.weight_loading import WeightLoader
-from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_model, tiny_tokenizer
+from siirl_dask.tasks.tiny_model import tiny_model, tiny_tokenizer
+from siirl_dask.tasks.vocabulary import VOCABULARY
 from siirl_dask.training.files.hugging_face import weight_buffers, write_hugging_face
 from siirl_dask.training.files.verify import check_export
 

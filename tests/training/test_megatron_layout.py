@@ -3,8 +3,11 @@ memory is planned.
 """
 
 import json
+from copy import deepcopy
 
 import pytest
+from hypothesis import example, given
+from transformers import CONFIG_MAPPING
 
 from siirl_dask.commands.plan import describe_run
 from siirl_dask.config import (
@@ -23,8 +26,9 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.models.shapes import count_parameters
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.training.megatron import spec
-from siirl_dask.training.megatron.families import check_model
+from siirl_dask.training.megatron.families import check_model, sizes_of
 from siirl_dask.training.preflight import check_reference, check_trainer, trainer_groups
+from tests.models.configs import forms_of_config
 from tests.settings import digits_overrides
 
 OTHERS = {
@@ -183,6 +187,29 @@ def test_images_are_refused(digits_config, there):
         ConfigError, match=r"trainer\.backend=megatron with images\.column='picture'"
     ):
         check_trainer(options, ["w0"], digits_config)
+
+
+@example(config={"model_type": "llama", "rope_theta": None})
+@given(config=forms_of_config(("llama", "qwen2", "qwen3", "qwen3_moe")))
+def test_any_form_of_a_config_gives_the_sizes_that_transformers_reads_or_is_refused(config):
+    try:
+        whole = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config))
+    except Exception:  # of any kind: here it is refused, too
+        with pytest.raises(ConfigError):
+            sizes_of(config, "model")
+        return
+    rope = whole.rope_parameters
+    try:
+        sizes = sizes_of(config, "model")
+    except ConfigError:
+        has_no_base = rope["rope_theta"] is None
+        is_other = rope["rope_type"] != "default" or config.get("attention_bias")
+        assert has_no_base or is_other or config.get("mlp_bias")
+        return
+    assert (rope["rope_type"], rope["rope_theta"]) == ("default", sizes.rope_base)
+    assert sizes.kv_heads == whole.num_key_value_heads
+    assert sizes.epsilon == whole.rms_norm_eps
+    assert sizes.tied is whole.tie_word_embeddings
 
 
 @pytest.mark.parametrize(

@@ -289,8 +289,10 @@ def test_activations_are_what_autograd_keeps(wide, family, dtype, checkpointing)
     ],
 )
 def test_log_probs_take_what_is_said(wide, monkeypatch, backend, dtype, float32_head):
-    monkeypatch.setattr("siirl_dask.training.memory._LOGITS", dict.fromkeys((True, False), 2**16))
-    monkeypatch.setattr("siirl_dask.training.memory._LEAST_ROWS", 50)
+    monkeypatch.setattr(
+        "siirl_dask.training.model.logprobs._BLOCK_BYTES", dict.fromkeys((True, False), 2**16)
+    )
+    monkeypatch.setattr("siirl_dask.training.model.logprobs._LEAST_ROWS", 50)
     architecture, tokens = read_architecture(str(wide["llama"])), 96
     model = ModelOnWorkers(
         size=count_parameters(str(wide["llama"])),

@@ -15,7 +15,7 @@ from siirl_dask.algorithms import ppo_clip, value_clip
 from siirl_dask.config import ModelConfig, RolloutConfig
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.devices import accelerator as devices
-from siirl_dask.devices.host_memory import share_pieces
+from siirl_dask.devices.accelerator import share_pieces
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.rows import (

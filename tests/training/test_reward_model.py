@@ -17,7 +17,8 @@ from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import ConfigError, RewardError
 from siirl_dask.nodes import score_with_model
 from siirl_dask.schema import TYPES
-from siirl_dask.tasks.tiny_model import VOCABULARY, no_progress_bars
+from siirl_dask.tasks.tiny_model import no_progress_bars
+from siirl_dask.tasks.vocabulary import VOCABULARY
 from siirl_dask.testing.rows import LENGTHS, random_rows
 from siirl_dask.training import PackedRows, build_reward_model
 from siirl_dask.training.reward_model import _batches

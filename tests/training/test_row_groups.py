@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.training.model.row_groups import (
+from siirl_dask.training.model.row_layout import (
     MOST_PADDING,
     one_after_another,
     row_groups,

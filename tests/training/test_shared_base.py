@@ -114,7 +114,7 @@ def test_the_base_is_held_once_and_as_long_as_one_agent_has_it(folder):
     device = Device("w")
     first, second = (build(folder, device, agent, AGENTS) for agent in AGENTS)
     own, other = (
-        {name: tensor.data_ptr() for name, tensor in each._model().items()}
+        {name: tensor.data_ptr() for name, tensor in each.state()["model"].items()}
         for each in (first, second)
     )
     assert own.keys() == other.keys()
@@ -122,7 +122,7 @@ def test_the_base_is_held_once_and_as_long_as_one_agent_has_it(folder):
     assert first._network._network is second._network._network
     alone = sum(p.numel() for p in build(folder, Device("x"))._network.parameters())
     both = sum(p.numel() for p in first._network.parameters())
-    assert both == alone + sum(tensor.numel() for tensor in second._model().values())
+    assert both == alone + sum(tensor.numel() for tensor in second.state()["model"].values())
     first.close()
     assert len(device.held) == 1
     advance(second)
@@ -157,7 +157,7 @@ def learned(folder, rank, **settings):
         for agent in agents:
             advance(agent, rows=rows)
     return [
-        {name: full_tensor(tensor).clone() for name, tensor in agent._model().items()}
+        {name: full_tensor(tensor).clone() for name, tensor in agent.state()["model"].items()}
         | {"scored": agent.logprobs(ROWS).logprobs, "base": agent.base_logprobs(ROWS).logprobs}
         for agent in agents
     ]

@@ -106,7 +106,9 @@ def test_log_probs_and_gradients_are_those_of_each_row_by_itself(tmp_path, famil
     (batch,) = micro_batches(rows, 10**6)
     assert batch.shared is not None
     assert batch.input_ids.numel() == 17 + 44 + 12 + 14 + 3 + 17 + 33
-    logprobs, entropy, _ = network(batch)
+    results = network(batch)
+    assert [result._is_view() for result in results] == [False] * 3, "FSDP hooks no views"
+    logprobs, entropy, _ = results
     expected = plain_scores(model, rows, 0.7)
     assert_close(logprobs, expected.logprobs, atol=1e-5, rtol=0)
     assert_close(entropy.detach(), expected.entropy, atol=1e-4, rtol=0)

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from siirl_dask import collectives
 from siirl_dask.context import DeviceKind
 from siirl_dask.devices import traits_of
 from siirl_dask.devices.accelerator import VisibleDevices
 from siirl_dask.devices.cpus import given_cpus, kernel
 from siirl_dask.devices.topology import CardPlace, read_topology, slowest_link
 from siirl_dask.errors import PeerError
-from siirl_dask.worker.groups import process_groups as groups
 from siirl_dask.worker.hardware import affinity
 from siirl_dask.worker.hardware.devices import (
     announcement_of,
@@ -234,10 +234,10 @@ def test_a_peer_that_announces_anything_else_is_named(said):
 
 def test_all_workers_compute_the_same_places_through_the_store(topology):
     visible_to = workers_on(topology, 4)
-    hosted, port = groups.host_store("127.0.0.1", 20)
+    hosted, port = collectives.host_store("127.0.0.1", 20)
 
     def meet(worker):
-        store = hosted if worker == "0" else groups.join_store("127.0.0.1", port, 20)
+        store = hosted if worker == "0" else collectives.join_store("127.0.0.1", port, 20)
         found = exchange(worker, [*visible_to], visible_to[worker], store, 20, StopFlag())
         return assign(found), shares(found)
 

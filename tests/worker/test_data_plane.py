@@ -244,8 +244,9 @@ def test_processes_hand_rows_over_as_one_process_would_hold_them(
                 part.validate(full=True)
 
 
+@pytest.mark.parametrize("first", ["requests", "signal"])
 @pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_dead_or_stopped_peer_is_named_within_5_s(own_client, sign):
+def test_a_dead_or_stopped_peer_is_named_within_5_s(own_client, sign, first):
     edge = edge_of("012", "012")
     members, name = place(own_client, [edge])
     pids = {
@@ -255,16 +256,31 @@ def test_a_dead_or_stopped_peer_is_named_within_5_s(own_client, sign):
         own_client.submit(
             publish_part, name, edge, 0, index, 12, 9, workers=[members[str(index)]]
         ).result()
-    waits = [
-        own_client.submit(seconds_until_it_fails, name, edge, 0, workers=[members[w]], pure=False)
-        for w in "01"
-    ]
+
+    def pull_on_both():
+        return [
+            own_client.submit(
+                seconds_until_it_fails, name, edge, 0, workers=[members[w]], pure=False
+            )
+            for w in "01"
+        ]
+
     victim = psutil.Process(pids["2"])
+    before = 1.0 if first == "requests" else 0.0  # seconds, in which both ask
     try:
-        victim.send_signal(sign)
-        wait(waits, timeout=30)
+        if first == "requests":
+            waits = pull_on_both()
+            time.sleep(before)
+            victim.send_signal(sign)
+        else:
+            victim.send_signal(sign)
+            if sign == signal.SIGKILL:
+                victim.wait(30)
+            waits = pull_on_both()
+        done, _ = wait(waits, timeout=30)
+        assert len(done) == 2
         for seconds, message in own_client.gather(waits):
-            assert seconds < 5
+            assert seconds < before + 5
             assert "train step 3" in message
             assert "edge train/a->b" in message
             assert "worker '2'" in message

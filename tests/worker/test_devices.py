@@ -137,10 +137,10 @@ def test_all_workers_compute_the_same_devices_through_the_store():
         worker: VisibleDevices(CUDA, ("a", "b", "c")[: 1 + rank % 3])
         for rank, worker in enumerate(workers)
     }
-    hosted, port = groups.host_store("127.0.0.1", 20)
+    hosted, port = collectives.host_store("127.0.0.1", 20)
 
     def meet(worker):
-        store = hosted if worker == workers[0] else groups.join_store("127.0.0.1", port, 20)
+        store = hosted if worker == workers[0] else collectives.join_store("127.0.0.1", port, 20)
         return assign(exchange(worker, workers, visible_to[worker], store, 20, StopFlag()))
 
     with ThreadPoolExecutor(len(workers)) as threads:
@@ -150,7 +150,7 @@ def test_all_workers_compute_the_same_devices_through_the_store():
 
 
 def test_a_worker_that_announces_nothing_is_named():
-    store, _ = groups.host_store("127.0.0.1", 20)
+    store, _ = collectives.host_store("127.0.0.1", 20)
     with pytest.raises(
         PeerError, match=r"workers \['w1', 'w2'\] did not announce their devices within 0.2 s"
     ):
@@ -178,7 +178,7 @@ def test_a_worker_computes_on_the_card_that_it_takes(monkeypatch):
     assert visible_devices() == VisibleDevices(
         CUDA, tuple(uuids), tuple(8 * 10**9 + index for index in range(3))
     )
-    store, _ = groups.host_store("127.0.0.1", 20)
+    store, _ = collectives.host_store("127.0.0.1", 20)
     # the other worker's say, of rank 0
     exchange("w1", ["w1"], VisibleDevices(CUDA, ("uuid-2",)), store, 1, StopFlag())
     devices = find_devices("w0", ["w1", "w0"], store, 20, StopFlag())
@@ -297,10 +297,10 @@ def join_on_one_card(rank):
     """Backends of the world and of a role of both workers, two sums over that, and what the
     second one broadcasts.
     """
-    hosted, port = groups.host_store("127.0.0.1", 60) if rank.rank == 0 else (None, 0)
+    hosted, port = collectives.host_store("127.0.0.1", 60) if rank.rank == 0 else (None, 0)
     ports = torch.tensor([port])
     dist.broadcast(ports, 0)
-    store = hosted or groups.join_store("127.0.0.1", int(ports), 60)
+    store = hosted or collectives.join_store("127.0.0.1", int(ports), 60)
     dist.destroy_process_group()
     devices = {device.worker: device for device in on(CUDA, "a", "a")}
     roles = {"engine": ["w0", "w1"], "turned": ["w1", "w0"], "policy": ["w1"]}

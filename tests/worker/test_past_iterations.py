@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.planner import Chain, Iteration, Lagged, Phase
-from siirl_dask.worker.past_iterations import PastIterations
+from siirl_dask.worker.lagged import PastIterations
 
 
 def history(steps):

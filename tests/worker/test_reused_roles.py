@@ -10,8 +10,7 @@ from siirl_dask.planner import Role
 from siirl_dask.worker import release as releases
 from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.release import Release
-from siirl_dask.worker.roles.reused_roles import BuiltRoles
-from siirl_dask.worker.roles.role_state import build_roles
+from siirl_dask.worker.roles.role_state import BuiltRoles, build_roles
 from siirl_dask.worker.stop import StopFlag
 
 CPU, PLACEMENT = Device("b"), {"role": ("a", "b")}

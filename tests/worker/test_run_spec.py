@@ -89,20 +89,22 @@ def test_a_process_that_hashes_otherwise_plans_the_same():
     def collect(plan):
         planned.append(plan)
 
-    collect()
-    parcels = [
-        (serialize_phases({Phase.TRAIN: (plan, DATA)}), list(plan.chains)) for plan in planned
-    ]
-    done = subprocess.run(
+    # started first: it imports while plans are drawn, and without processes none is drawn for it
+    with subprocess.Popen(
         [sys.executable, "-c", IN_ANOTHER_PROCESS],
-        input=pickle.dumps(parcels),
-        capture_output=True,
-        timeout=120,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONHASHSEED": "1"},
         cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode().split() == [shown(plan) for plan in planned]
+    ) as other:
+        collect()
+        parcels = [
+            (serialize_phases({Phase.TRAIN: (plan, DATA)}), list(plan.chains)) for plan in planned
+        ]
+        shown_there, errors = other.communicate(pickle.dumps(parcels), timeout=120)
+    assert other.returncode == 0, errors.decode()
+    assert shown_there.decode().split() == [shown(plan) for plan in planned]
 
 
 def test_a_parcel_grows_by_a_few_bytes_a_worker():

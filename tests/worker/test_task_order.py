@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from siirl_dask.errors import Aborted
-from siirl_dask.worker.stop import StopFlag
-from siirl_dask.worker.task_order import TaskOrder
+from siirl_dask.worker.stop import StopFlag, TaskOrder
 
 
 def test_tasks_that_come_in_any_order_run_in_order_and_alone():

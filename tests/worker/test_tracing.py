@@ -13,9 +13,8 @@ from siirl_dask.planner import DAG, Iteration, Node, Phase, Role, Rows, columns,
 from siirl_dask.testing.local_pool import LocalPool
 from siirl_dask.testing.rows import build_nothing, fill, take
 from siirl_dask.trace import Lane, Recorder
-from siirl_dask.worker.monitoring.clock import ClockOffset, clock_id
 from siirl_dask.worker.monitoring.task_progress import TaskProgress
-from siirl_dask.worker.monitoring.tracing import Tracing
+from siirl_dask.worker.monitoring.tracing import ClockOffset, Tracing, clock_id
 from siirl_dask.worker.peers.data_plane import DataSettings
 from siirl_dask.worker.run_spec import RunSpec
 

@@ -12,19 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from siirl_dask.context import Codec
-from siirl_dask.coordinator.databuffer.slots import Window
+from siirl_dask.coordinator.databuffer.serving import Window
 from siirl_dask.coordinator.transport.messages import Op, Request, TransitionKey
 from siirl_dask.errors import Aborted, PeerError
 from siirl_dask.rollout import GenerationRequest, Sampling
 from siirl_dask.rollout.requests import RequestMessage
 from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue
 from siirl_dask.testing.local_pool import LocalTransport
-from siirl_dask.worker.peers.shared_items import MESSAGE, ExpectedWork, pack
 from siirl_dask.worker.peers.work_stealing import (
+    MESSAGE,
+    ExpectedWork,
     LoopBridge,
     StealableQueue,
     StealService,
     WorkQueue,
+    pack,
 )
 from siirl_dask.worker.stop import StopFlag, result_of
 from tests.rollout.test_tensor_parallel_queue import gathering

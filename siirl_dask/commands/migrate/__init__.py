@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from siirl_dask.commands.migrate.draft import Draft, Fate
 from siirl_dask.commands.migrate.given import Given, read_given
-from siirl_dask.commands.migrate.option import Use
+from siirl_dask.commands.migrate.nulls import with_meant
+from siirl_dask.commands.migrate.option import Option, Use
 from siirl_dask.commands.migrate.render import as_yaml, report
 from siirl_dask.commands.migrate.rules import apply_rules
 from siirl_dask.commands.migrate.table import option_of, options_of
@@ -66,6 +67,7 @@ def migrate(words: Sequence[str], rows: int | None = None) -> Migration:
 
 def _drafted(given: Given, rows: int | None) -> Draft:
     """Return the draft of one way of what was given."""
+    given = replace(given, values=with_meant(given.values, given.system))
     draft = _filled(Draft(given), rows)
     for name in draft.open_options():
         for number in _PROBES:
@@ -82,16 +84,21 @@ def _filled(draft: Draft, rows: int | None) -> Draft:
     else:
         apply_rules(draft, rows)
     for name, value in given.values.items():
-        if name not in draft.fates:
-            draft.fates[name] = _fate(name, value, draft)
+        if name in draft.fates:
+            continue
+        option = option_of(name, given.system)
+        fate = _fate(option, name, value, draft)
+        if fate.lost and option is not None and option.decides:
+            draft.leave_out(name, fate.lost, option.decides)
+        else:
+            draft.fates[name] = fate
     draft.fates = {name: draft.fates[name] for name in given.values if name in draft.fates}
     return draft
 
 
-def _fate(name: str, value: Any, draft: Draft) -> Fate:
-    """Return the fate of an option that no rule has read."""
+def _fate(option: Option | None, name: str, value: Any, draft: Draft) -> Fate:
+    """Return the fate of an option that no rule has read, whose row of the table is ``option``."""
     system = draft.given.system
-    option = option_of(name, system)
     if value is None or value is False or value in ("", [], {}, -1):
         return Fate(note="nothing is asked for")
     if option is None:
@@ -126,7 +133,10 @@ def add_migrate(command: argparse.ArgumentParser) -> None:
         "-o", "--out", metavar="FILE", help="where to write; default: standard output"
     )
     command.add_argument(
-        "--rows", type=int, metavar="N", help="rows of data.train_files, for the steps of an epoch"
+        "--rows",
+        type=int,
+        metavar="N",
+        help="rows of data.train_files, for the steps of an epoch",
     )
 
 

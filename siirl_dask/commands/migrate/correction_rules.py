@@ -8,6 +8,7 @@ from typing import Any
 
 from siirl_dask.commands.migrate.draft import Draft
 from siirl_dask.config import ENGINES_LOGPROBS
+from siirl_dask.errors import counted
 
 _OURS = "siirl_dask.algorithms"
 _PREFIX = "algorithm.rollout_correction"
@@ -15,7 +16,11 @@ _IS = f"{_PREFIX}.rollout_is"
 _IS_THRESHOLD = f"{_PREFIX}.rollout_is_threshold"
 _RS = f"{_PREFIX}.rollout_rs"
 _RS_THRESHOLD = f"{_PREFIX}.rollout_rs_threshold"
-_BYPASS = f"{_PREFIX}.bypass_mode"
+BYPASS_MODE = f"{_PREFIX}.bypass_mode"
+_ENGINES_LOGPROBS = (
+    "async_training.use_rollout_log_probs",
+    "actor_rollout_ref.actor.use_rollout_log_probs",
+)
 _LOSS_TYPE = f"{_PREFIX}.loss_type"
 _CAP = "actor_rollout_ref.actor.tis_imp_ratio_cap"
 _OF_ROWS = ("sum", "mean", "max")
@@ -28,15 +33,16 @@ def set_correction(draft: Draft) -> None:
     their place.
     """
     if draft.flag(f"{_PREFIX}.rollout_is_batch_normalize", default=False):
-        draft.lose(
+        draft.leave_out(
             f"{_PREFIX}.rollout_is_batch_normalize",
             "weights are not divided by their mean over the batch",
+            ["algorithm.loss" if is_bypassed(draft) else "algorithm.correction"],
         )
     draft.hold(f"{_PREFIX}.rollout_is_batch_normalize", "weights are as they are")
-    if draft.flag(_BYPASS, default=False):
+    if is_bypassed(draft):
         _set_bypass(draft)
         return
-    draft.hold(_BYPASS, "old log-probs are of a pass of the policy")
+    draft.hold(BYPASS_MODE, "old log-probs are of a pass of the policy")
     draft.hold(_LOSS_TYPE, "it counts with bypass_mode alone")
     if draft.number(_CAP, -1) > 0:
         _set_parts(draft, [("truncated_is", {"cap": draft.number(_CAP, 2.0)})], [_CAP])
@@ -45,7 +51,22 @@ def set_correction(draft: Draft) -> None:
         return
     draft.hold(_CAP, "no cap")
     parts = [*_weights(draft), *_masks(draft)]
+    if _text(draft, _IS) and "token_baseline" in draft.text("algorithm.adv_estimator"):
+        draft.open_questions.append(
+            f"algorithm.correction: with {_IS} verl's baseline also weighs rows by squared weights, "
+            "and optimal_token_baseline does not"
+        )
     _set_parts(draft, parts, [_IS, _IS_THRESHOLD, _RS, _RS_THRESHOLD])
+
+
+def is_bypassed(draft: Draft) -> bool:
+    """Return whether the engine's log-probs are the old ones, as verl's programs have it by
+    default that generate ahead of training.
+    """
+    engines = False
+    if draft.given.ahead:
+        engines = all(draft.flag(name, default=True) for name in _ENGINES_LOGPROBS)
+    return draft.flag(BYPASS_MODE, default=engines)
 
 
 def _set_parts(draft: Draft, parts: list[_Part], sources: list[str]) -> None:
@@ -68,7 +89,7 @@ def _weights(draft: Draft) -> list[_Part]:
     mask.
     """
     kind = _text(draft, _IS)
-    if not kind:
+    if not kind or draft.is_null(_IS_THRESHOLD):
         draft.hold(_IS, "no weights")
         draft.hold(_IS_THRESHOLD, "it counts with rollout_is alone")
         return []
@@ -76,7 +97,9 @@ def _weights(draft: Draft) -> list[_Part]:
         draft.lose(_IS, f"there are no weights of {kind!r}: token or sequence")
         draft.lose(_IS_THRESHOLD, "it counts with rollout_is alone")
         return []
-    level = {} if kind == "token" else {"level": "sequence"}
+    level = {}
+    if kind == "sequence":
+        level = {"level": kind}
     try:
         low, high = _bounds(draft.text(_IS_THRESHOLD, "2.0"))
     except ValueError as error:
@@ -102,7 +125,9 @@ def _masks(draft: Draft) -> list[_Part]:
     if len(bounds) != len(kinds):
         for name in (_RS, _RS_THRESHOLD):
             draft.lose(
-                name, f"{len(bounds)} thresholds for {len(kinds)} kinds: expected one, or one each"
+                name,
+                f"{counted(len(bounds), 'threshold')} for {counted(len(kinds), 'kind')}: expected one, "
+                "or one each",
             )
         return []
     try:
@@ -118,7 +143,7 @@ def _mask(kind: str, threshold: str) -> _Part:
     does not have.
     """
     where, _, estimate = kind.rpartition("_")
-    over = "token" if where == "token" else where.removeprefix("seq_")
+    over = where.removeprefix("seq_")
     if estimate not in ("k1", "k2", "k3") or (over != "token" and where != f"seq_{over}"):
         raise ValueError(f"nothing is rejected by {kind!r}: docs/algorithms.md has what there is")
     if over not in ("token", *_OF_ROWS) or (over, estimate) == ("max", "k1"):
@@ -135,7 +160,9 @@ def _mask(kind: str, threshold: str) -> _Part:
     options: dict[str, Any] = {"low": 1 / high, "high": 1 / low}
     if over == "token":
         return "reject_tokens", options
-    return "reject_sequences", options if over == "mean" else options | {"over": over}
+    if over != "mean":
+        options["over"] = over
+    return "reject_sequences", options
 
 
 def _bounds(threshold: str) -> tuple[float | None, float]:
@@ -143,7 +170,9 @@ def _bounds(threshold: str) -> tuple[float | None, float]:
     lower, separator, upper = threshold.rpartition("_")
     try:
         high = float(upper)
-        low = float(lower) if separator else None
+        low = None
+        if separator:
+            low = float(lower)
     except ValueError:
         raise ValueError(f"{threshold!r} is no bound: expected 2.0 or 0.5_2.0") from None
     if not high > 0:
@@ -157,13 +186,17 @@ def _set_bypass(draft: Draft) -> None:
     """Take the engine's log-probs as the old ones; with ``loss_type=reinforce`` the loss is set
     as well.
     """
-    draft.set("algorithm.old_logprobs", ENGINES_LOGPROBS, _BYPASS)
-    for name in (_RS, _RS_THRESHOLD):
-        draft.lose(
-            name,
+    names = (BYPASS_MODE, *_ENGINES_LOGPROBS)
+    draft.set_from("algorithm.old_logprobs", ENGINES_LOGPROBS, names)
+    if _text(draft, _RS):
+        reason = (
             "with bypass_mode rows are not rejected: nobody computed both log-probs before the "
-            "update",
+            "update"
         )
+        draft.leave_out(_RS, reason, ["algorithm.old_logprobs"])
+        draft.lose(_RS_THRESHOLD, reason)
+    for name in (_RS, _RS_THRESHOLD):
+        draft.hold(name, "nothing is rejected")
     draft.lose(_CAP, "with bypass_mode the loss's ratio is to the sampler already")
     if draft.text(_LOSS_TYPE, "ppo_clip") != "reinforce":
         draft.hold(_LOSS_TYPE, "the loss's ratio is to the sampler")
@@ -177,11 +210,10 @@ def _set_bypass(draft: Draft) -> None:
         return
     name, options = weights[0]
     if name != "truncated_is" or "level" in options or options["cap"] < 1:
-        for one in (_LOSS_TYPE, _IS, _IS_THRESHOLD):
-            draft.lose(
-                one,
-                "of REINFORCE's weights there are those of tokens with a cap of at least 1 (cispo)",
-            )
+        reason = "of REINFORCE's weights there are those of tokens with a cap of at least 1 (cispo)"
+        draft.leave_out(_LOSS_TYPE, reason, ["algorithm.loss"])
+        for one in (_IS, _IS_THRESHOLD):
+            draft.lose(one, reason)
         return
     draft.set("algorithm.loss", f"{_OURS}:cispo", _LOSS_TYPE, _IS)
     note = "its weight is min(ratio, cap)"
@@ -196,4 +228,6 @@ def _set_bypass(draft: Draft) -> None:
 def _text(draft: Draft, name: str) -> str:
     """Return an option's text; "" for null."""
     text = draft.text(name, "")
-    return "" if text.lower() in ("null", "none") else text
+    if text.lower() in ("null", "none"):
+        return ""
+    return text

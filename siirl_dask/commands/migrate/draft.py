@@ -4,6 +4,7 @@ each option given.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ _ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """Whereabouts of an option that was given."""
+    """The fate of an option that was given."""
 
     keys: tuple[str, ...] = ()
     """Our keys that it became; empty if it became none."""
@@ -32,8 +33,8 @@ class DraftEntry:
     value: Any
     comment: str
     to_decide: str = ""
-    """Why the file has no value: the ones that there may be, or what is not known. "" where it
-    has. ``value`` stands in for rules that read it."""
+    """Why the file leaves the value open: the values that it may be, or what is not known. "" where
+    the file has it. Rules that read the value go by ``value`` in both cases."""
     sources: tuple[str, ...] = ()
     """Options given that it comes from."""
 
@@ -54,51 +55,69 @@ class Draft:
     defaulted: dict[str, str] = field(default_factory=dict)
     """Our keys that no option given became, with the name of their default's option."""
     open_questions: list[str] = field(default_factory=list)
-    """Values that a person must decide, such as a number of steps that no dataset was there to
-    tell."""
+    """Values that a person must decide, such as the number of steps where there is no dataset to
+    count."""
+    no_numbers: set[str] = field(default_factory=set)
+    """Options that should be numbers and are none."""
     probed: str = ""
-    """An option whose number or flag is not known, and which is another than the default here:
-    what differs from a draft without this follows from it."""
+    """An option whose number or flag is not known. In this draft it has another one than the
+    default: what differs from the draft with the default follows from the option."""
     probed_number: float = 1
-    """The number that it has."""
+    """The number that the probed option has."""
 
     def has(self, *names: str) -> bool:
         """Whether any of these options was given."""
         return any(self.given.values.get(name) is not None for name in names)
 
+    def is_null(self, name: str) -> bool:
+        """Whether an option was given as null, which is not to leave it out."""
+        return self.given.values.get(name, "") is None
+
     def value(self, name: str, default: Any = None) -> Any:
         """Return an option's value, or the other system's default."""
         value = self.given.values.get(name)
-        return default if value is None else value
+        if value is None:
+            return default
+        return value
 
     def text(self, name: str, default: str = "") -> str:
         """Return an option's value as text."""
         return str(self.value(name, default))
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float, *, finite: bool = True) -> float:
         """Return an option's number. One that is none, as a variable that nobody set, is lost,
-        and named.
+        and named; so is an infinite one unless ``finite`` is false.
         """
         value = self.value(name, default)
         if name == self.probed and self.reason_open(name):
             return self.probed_number
         try:
             number = float(value)
+            if math.isnan(number) or (finite and math.isinf(number)):
+                raise ValueError(f"{value!r} is not finite")
         except (TypeError, ValueError):
+            if not self.reason_open(name):
+                self.no_numbers.add(name)
+            if name == self.probed:
+                return self.probed_number
             self.lose(
                 name,
                 f"{value!r} is no number here: add the variable as NAME=value, or the option "
                 "itself",
             )
             return default
-        return int(number) if number == int(number) else number
+        if number.is_integer():
+            return int(number)
+        return number
 
     def items(self, name: str, default: Sequence[Any] = ()) -> list[Any]:
         """Return an option's list: of a single value, and of a text with commas, its items."""
         value = self.value(name, list(default))
         if isinstance(value, str):
             value = [item.strip() for item in value.split(",")]
-        return list(value) if isinstance(value, (list, tuple)) else [value]
+        if isinstance(value, (list, tuple)):
+            return list(value)
+        return [value]
 
     def flag(self, name: str, default: bool) -> bool:
         """Return an option's true or false; the default where it is not known."""
@@ -113,9 +132,13 @@ class Draft:
             if self.given.system == "TRL":
                 return f"`{source}`, which the script alone does not tell"
             return f"what `{source}` prints"
+        if name in self.no_numbers:
+            return f"{self.text(name)!r}, which is no number"
         variables = _ENVIRONMENT.findall(str(self.given.values.get(name, "")))
         unknown = [f"${variable}" for variable in variables if variable != "HOME"]
-        return f"{' and '.join(unknown)}, which the environment has" if unknown else ""
+        if not unknown:
+            return ""
+        return f"{' and '.join(unknown)}, which the environment has"
 
     def open_options(self) -> list[str]:
         """Return the options given whose values are not known."""
@@ -127,9 +150,7 @@ class Draft:
         if number >= 1:
             return number
         self.lose(name, f"{self.text(name)}: expected at least 1")
-        question = f"{name}={self.text(name)}: expected at least 1; 1 stands in"
-        if question not in self.open_questions:
-            self.open_questions.append(question)
+        self.ask(f"{name}={self.text(name)}: expected at least 1; 1 stands in")
         return 1
 
     def set(self, key: str, value: Any, *sources: str, note: str = "") -> None:
@@ -146,29 +167,63 @@ class Draft:
         if given:
             origin = ", ".join(given)
         else:
-            origin = f"{self.given.system}'s default" + (f" of {sources[0]}" if sources else "")
-            self.defaulted[key] = sources[0] if sources else ""
+            origin = f"{self.given.system}'s default"
+            self.defaulted[key] = ""
+            if sources:
+                origin += f" of {sources[0]}"
+                self.defaulted[key] = sources[0]
+        if note:
+            origin += f"; {note}"
         reasons = [
             f"{name} is {self.reason_open(name)}"
             for name in given
             # a text keeps its variables, which the configuration reads from the environment
             if name in self.given.unread
+            or name in self.no_numbers
             or (self.reason_open(name) and not _ENVIRONMENT.search(str(value)))
         ]
         to_decide = "; ".join(reasons)
         if to_decide:
             self.open_questions.append(f"{key}: {to_decide}: write the value")
-        self.entries[key] = DraftEntry(
-            value, f"{origin}; {note}" if note else origin, to_decide, tuple(given)
-        )
+        self.entries[key] = DraftEntry(value, origin, to_decide, tuple(given))
 
     def leave_open(self, key: str, reason: str) -> None:
         """Leave our key without a value, for ``reason``, unless it has one that is open already."""
         entry = self.entries.get(key)
         if entry is not None and entry.to_decide:
             return
-        self.entries[key] = DraftEntry(None if entry is None else entry.value, "", reason)
+        self.defaulted.pop(key, None)
+        value = None
+        if entry is not None:
+            value = entry.value
+        self.entries[key] = DraftEntry(value, "", reason)
         self.open_questions.append(f"{key}: {reason}")
+
+    def leave_out(self, name: str, reason: str, keys: Sequence[str]) -> None:
+        """Say that an option that changes what is learned has no counterpart, where it was given, and
+        ask for the first of ``keys`` that has a value: that value is to train without the option.
+        """
+        if not self.has(name):
+            return
+        self.lose(name, reason)
+        key = next((one for one in keys if one in self.entries), keys[0])
+        entry = self.entries.get(key)
+        shown = f"{name}={self.value(name)!s:.60}"
+        without = "a value"
+        if entry is not None and isinstance(entry.value, (str, int, float)):
+            without = str(entry.value)
+        self.leave_open(
+            key, f"{shown} has no counterpart: {reason}; write {without} to train without it"
+        )
+
+    def pass_to_reward(self, columns: Sequence[str]) -> None:
+        """Have the node that scores pass columns on to the reward function; that of validation passes
+        the same.
+        """
+        scores = "rollout" if "dags/dapo.yaml" in self.bases else "reward"
+        node = self.nodes.get(scores, {})
+        options = {**node.get("with", {}), "columns": [*columns]}
+        self.nodes[scores] = {**node, "with": options}
 
     def became(self, name: str, *keys: str) -> None:
         """Say that an option became keys, or parts of the DAG, of ours."""
@@ -176,6 +231,11 @@ class Draft:
             self.fates[name] = Fate(
                 (*self.fate(name).keys, *(key for key in keys if key not in self.fate(name).keys))
             )
+
+    def ask(self, question: str) -> None:
+        """Ask for what a person must decide, once."""
+        if question not in self.open_questions:
+            self.open_questions.append(question)
 
     def lose(self, name: str, reason: str) -> None:
         """Say why an option that was given has no counterpart."""
@@ -186,6 +246,15 @@ class Draft:
         """Say that what an option asks for is how it is, without a key."""
         if self.has(name) and not self.fate(name).lost:
             self.fates[name] = Fate(self.fate(name).keys, note=note)
+
+    def hold_or_lose(self, name: str, text: str, *, holds: bool) -> None:
+        """Say, with ``text``, that what an option asks for is how it is, or where that is not so
+        that it has no counterpart.
+        """
+        if holds:
+            self.hold(name, text)
+        else:
+            self.lose(name, text)
 
     def fate(self, name: str) -> Fate:
         """Return the fate of an option as far as it is known."""

@@ -14,7 +14,7 @@ from typing import Any
 from siirl_dask.commands.migrate.shell import ShellCall, ShellOption, read_script
 from siirl_dask.config.file import foreign_value, foreign_values
 from siirl_dask.config.file.layers import GROUPS
-from siirl_dask.errors import ConfigError, did_you_mean
+from siirl_dask.errors import ConfigError, clause, did_you_mean
 
 _PARTS = (
     "data", "actor_rollout_ref", "critic", "algorithm", "trainer", "reward_model", "reward", "custom_reward_function",
@@ -25,10 +25,20 @@ _PARTS = (
 _SURE = ("actor_rollout_ref", "reward_model", "custom_reward_function")
 """Groups that no other trainer has."""
 _SIIRL = re.compile(r"dag\.|profiler\.|algorithm\.(algorithm_name|workflow_type)$")
+_PPO_PROGRAM = re.compile(
+    r"siirl.*|(verl\.trainer|.*\.partial_rollout|.*\.transfer_queue|.*one_step_off_policy)\.main_ppo(_sync)?"
+    r"|recipe\.dapo\.main_dapo|.*fully_async_(policy\.fully_async_)?main|verl|recipe"
+)
+"""Programs whose algorithm is what their options say; another one has code of its own."""
+_ONE_STEP = re.compile(r".*one_step_off")
+_FULLY_ASYNC = re.compile(r".*fully_async")
+_OTHER_PROGRAM = re.compile(r"sft|main_eval|main_generation")
+"""Parts of the names of verl's other programs: supervised training, scoring, sampling."""
 _CONFIG_FILE = re.compile(r"--config-(name|path|dir)(?==|$)|-c[npd]$")
 _THEIR_CONFIGS = (
     *("ppo_trainer", "ppo_megatron_trainer"),
     *("fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer"),
+    *("one_step_off_ppo_trainer", "one_step_off_ppo_megatron_trainer"),
     *("config", "./config"),
 )
 """YAML files that come with verl, whose values are the defaults of the table, and their folder."""
@@ -61,6 +71,12 @@ class Given:
     """Assumption where a script does not tell: ``DEVICE=gpu``."""
     questions: Sequence[str] = field(default_factory=tuple)
     """Sentences on what decides between the ways of a script."""
+    undecided: Mapping[str, str] = field(default_factory=dict)
+    """Keys of ours that code of the script may change, which is not read, with the reason."""
+    engine: str = "fsdp"
+    """Backend that trains where no ``strategy`` is given: that of the chosen YAML file."""
+    ahead: str = ""
+    """``one_step`` or ``fully_async`` where verl's program generates ahead of training."""
 
 
 def read_given(words: Sequence[str]) -> list[Given]:
@@ -99,7 +115,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}: {_EXPECTED}") from error
+        raise ConfigError(f"{path}: {clause(error)}: {_EXPECTED}") from error
 
 
 def _from_yaml(text: str, path: Path, more: Sequence[str]) -> Given:
@@ -110,21 +126,33 @@ def _from_yaml(text: str, path: Path, more: Sequence[str]) -> Given:
             for group in tree
             if group in {*GROUPS, "base", "roles", "nodes"} - {"data", "critic", "trainer"}
         ]
-        hint = (
-            " (it looks like a configuration of siirl_dask already: siirl-dask plan)"
-            if ours
-            else ""
-        )
+        hint = ""
+        if ours:
+            hint = " (it looks like a configuration of siirl_dask already: siirl-dask plan)"
         raise ConfigError(
             f"{path}: neither verl's nor siiRL's{hint}: it has {', '.join(map(str, tree))}; "
             f"{_EXPECTED}"
         )
     values = _flat(tree)
     _override(values, more)
-    return Given(_system(values, ""), values, str(path))
+    return Given(
+        _system(values, ""),
+        values,
+        str(path),
+        engine=_engine(values, ()),
+        ahead=_ahead(values, ""),
+    )
 
 
 def _from_call(call: ShellCall, more: Sequence[str], origin: str) -> Given:
+    """Return the options of a call. ConfigError for one that trains by no reinforcement learning,
+    and for one without an option that is known.
+    """
+    if _OTHER_PROGRAM.search(call.module):
+        raise ConfigError(
+            f"{origin}: it calls {call.module}, which is no reinforcement learning: expected "
+            "verl.trainer.main_ppo, siirl.main_dag or a recipe of theirs"
+        )
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
     unread: dict[str, str] = {}
@@ -160,7 +188,40 @@ def _from_call(call: ShellCall, more: Sequence[str], origin: str) -> Given:
         unread=unread,
         assumed=call.assumed,
         questions=questions,
+        undecided=_undecided(call.module),
+        engine=_engine(values, configs),
+        ahead=_ahead(values, call.module),
     )
+
+
+def _undecided(module: str) -> dict[str, str]:
+    """Return what a program that has an algorithm of its own leaves to a person."""
+    if not module or _PPO_PROGRAM.fullmatch(module):
+        return {}
+    reason = (
+        f"{module} is a program of its own, whose code is not read: write a loss that learns the "
+        "same (docs/algorithms.md), and compare the advantage and the reward"
+    )
+    return {"algorithm.loss": reason}
+
+
+def _engine(values: Mapping[str, Any], configs: Sequence[str]) -> str:
+    """Return the backend that trains where no strategy is given."""
+    chosen = values.get("model_engine", values.get("actor_rollout_ref.actor.model_engine"))
+    if chosen is not None:
+        return {"dp": "fsdp"}.get(str(chosen), str(chosen))
+    if any("megatron" in word for word in configs):
+        return "megatron"
+    return "fsdp"
+
+
+def _ahead(values: Mapping[str, Any], module: str) -> str:
+    """Return in which way generation runs ahead of training; "" where it does not."""
+    if _FULLY_ASYNC.match(module) or any(name.startswith("async_training.") for name in values):
+        return "fully_async"
+    if _ONE_STEP.match(module) or {"rollout.nnodes", "rollout.n_gpus_per_node"} & set(values):
+        return "one_step"
+    return ""
 
 
 def _config_files(words: Sequence[str]) -> list[str]:
@@ -229,6 +290,9 @@ def _module(words: Sequence[str]) -> str:
 
 
 def _system(values: Mapping[str, Any], module: str) -> str:
-    if module:
-        return "siiRL" if "siirl" in module else "verl"
-    return "siiRL" if any(_SIIRL.match(name) for name in values) else "verl"
+    is_siirl = "siirl" in module
+    if not module:
+        is_siirl = any(_SIIRL.match(name) for name in values)
+    if is_siirl:
+        return "siiRL"
+    return "verl"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from siirl_dask.commands.migrate.correction_rules import set_correction
+from siirl_dask.commands.migrate.correction_rules import is_bypassed, set_correction
 from siirl_dask.commands.migrate.draft import Draft
+from siirl_dask.errors import counted
 
 ACTOR = "actor_rollout_ref.actor"
 _OURS = "siirl_dask.algorithms"
@@ -39,6 +40,7 @@ _LOSSES = {
     "dppo_kl": "dppo",
     "clip_cov": "clip_cov",
     "kl_cov": "kl_cov",
+    "bypass_mode": "ppo_clip",
 }
 """Their ``loss_mode``, and our losses."""
 _MODES = {
@@ -47,6 +49,9 @@ _MODES = {
     "seq-mean-token-mean": "sequence_mean_token_mean",
     "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
 }
+_BY_ROWS = {"siiRL": ("gspo", "gmpo", "sapo"), "verl": ("gmpo", "sapo")}
+"""Losses of ours that a system averages by rows whatever ``loss_agg_mode`` says; verl before 0.9
+did so with gspo as well."""
 _KL = {
     "kl": "k1",
     "k1": "k1",
@@ -63,23 +68,26 @@ def set_algorithm(draft: Draft) -> None:
     name = "algorithm.adv_estimator"
     theirs = draft.text(name, "gae").lower().rpartition(".")[2]
     ours = _ESTIMATORS.get(theirs, "grpo")
-    if theirs not in _ESTIMATORS:
-        draft.lose(
-            name,
-            f"there is no advantage {theirs!r}: docs/algorithms.md has those that there are; grpo "
-            "stands in",
-        )
-        draft.open_questions.append(
-            f"algorithm.advantage: {theirs} has no counterpart, and grpo stands in for it"
-        )
-    draft.bases.append("dags/ppo.yaml" if ours == "gae" else "dags/grpo.yaml")
+    base = "dags/grpo.yaml"
+    if ours == "gae":
+        base = "dags/ppo.yaml"
+    draft.bases.append(base)
     by_std = draft.flag("algorithm.norm_adv_by_std_in_grpo", default=True)
+    if theirs in ("grpo_vectorized", "gdpo"):
+        by_std = True
+        draft.hold(
+            "algorithm.norm_adv_by_std_in_grpo",
+            f"{theirs} divides by the standard deviation whatever this says",
+        )
     options: dict[str, Any] = {}
     match ours:
         case "grpo":
-            ours = "grpo" if by_std else "dr_grpo"
-            options = {"scale": "group", "epsilon": 1e-6} if by_std else {}
-            draft.became("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage")
+            ours = "dr_grpo"
+            if by_std:
+                ours = "grpo"
+                options = {"scale": "group", "epsilon": 1e-6}
+            if theirs != "grpo_vectorized":
+                draft.became("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage")
         case "pass_at_k":
             options = {"divide_by_std": by_std}
             draft.became("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage_options")
@@ -106,9 +114,11 @@ def set_algorithm(draft: Draft) -> None:
             _add_greedy(draft)
         case "gdpo":
             options = _gdpo_options(draft)
-            draft.became("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage_options")
     draft.set("algorithm.advantage", f"{_OURS}:{ours}", name)
     draft.set("algorithm.advantage_options", options, note=f"of {ours}, written out")
+    if theirs not in _ESTIMATORS:
+        reason = f"there is no advantage {theirs!r}: docs/algorithms.md has those that there are"
+        draft.leave_out(name, reason, ["algorithm.advantage"])
     _set_dynamic_sampling(draft)
     _set_reference(draft)
 
@@ -118,9 +128,7 @@ def _gdpo_options(draft: Draft) -> dict[str, Any]:
     keys = "algorithm.gdpo_reward_keys"
     weights = "algorithm.gdpo_reward_weights"
     kinds = [str(kind) for kind in draft.items(keys)]
-    options: dict[str, Any] = {
-        "divide_by_std": draft.flag("algorithm.norm_adv_by_std_in_grpo", default=True)
-    }
+    options: dict[str, Any] = {"divide_by_std": True}
     draft.nodes["advantage"] = {"with": {"parts": kinds or ["TO_DECIDE"]}}
     if not kinds:
         draft.open_questions.append(
@@ -134,7 +142,8 @@ def _gdpo_options(draft: Draft) -> dict[str, Any]:
         return options
     if numbers and len(numbers) != len(kinds):
         draft.lose(
-            weights, f"{len(numbers)} weights for {len(kinds)} kinds of reward; each kind has 1"
+            weights,
+            f"{counted(len(numbers), 'weight')} for {counted(len(kinds), 'kind')} of reward; each kind has 1",
         )
     elif numbers:
         options["weights"] = dict(zip(kinds, numbers, strict=True))
@@ -173,34 +182,35 @@ def _set_dynamic_sampling(draft: Draft) -> None:
     for name in (f"{prefix}.enable", f"{prefix}.max_num_gen_batches"):
         draft.became(name, "nodes.rollout")
     metric = draft.text(f"{prefix}.metric", "acc")
-    reason = "groups whose rewards are all equal are replaced, by reward"
-    (
-        draft.hold
-        if metric in ("acc", "score", "reward", "seq_reward", "seq_final_reward")
-        else draft.lose
-    )(f"{prefix}.metric", reason)
+    draft.hold_or_lose(
+        f"{prefix}.metric",
+        "groups whose rewards are all equal are replaced, by reward",
+        holds=metric in ("acc", "score", "reward", "seq_reward", "seq_final_reward"),
+    )
 
 
 def _set_reference(draft: Draft) -> None:
     """Add the reference where a divergence from it is asked for, in the loss or in the reward."""
     in_loss = draft.flag(f"{ACTOR}.use_kl_loss", default=False)
     in_reward = draft.flag("algorithm.use_kl_in_reward", default=False)
-    coefficient = draft.number(f"{ACTOR}.kl_loss_coef", 0.001) if in_loss else 0
+    coefficient: float = 0
+    if in_loss:
+        coefficient = draft.number(f"{ACTOR}.kl_loss_coef", 0.001)
     draft.set(
         "algorithm.kl_coefficient", coefficient, f"{ACTOR}.kl_loss_coef", f"{ACTOR}.use_kl_loss"
     )
     kind = draft.text(f"{ACTOR}.kl_loss_type", "low_var_kl")
     if in_loss:
         plain = _KL.get(kind.rstrip("+"))
+        estimate = "k3_clipped"
+        if plain is not None:
+            estimate = plain
+        if kind.endswith("+") and estimate != "k2":  # k2 has this gradient itself
+            estimate = "straight_through"
+        draft.set("algorithm.kl", f"{_OURS}:{estimate}", f"{ACTOR}.kl_loss_type")
         if plain is None:
-            draft.lose(
-                f"{ACTOR}.kl_loss_type", f"there is no estimator {kind!r}; k3_clipped stands in"
-            )
-        draft.set(
-            "algorithm.kl",
-            f"{_OURS}:{'straight_through' if kind.endswith('+') else plain or 'k3_clipped'}",
-            f"{ACTOR}.kl_loss_type",
-        )
+            reason = f"there is no estimator {kind!r}"
+            draft.leave_out(f"{ACTOR}.kl_loss_type", reason, ["algorithm.kl"])
     draft.hold(f"{ACTOR}.kl_loss_type", "no divergence is in the loss")
     draft.hold("algorithm.use_kl_in_reward", "no divergence is in the reward")
     if not (in_loss or in_reward):
@@ -209,10 +219,12 @@ def _set_reference(draft: Draft) -> None:
         *(base for base in draft.bases if base != "dags/grpo.yaml"),
         "dags/grpo_kl.yaml",
     ]
-    before = ["baselines"] if "baselines" in draft.nodes else ["reward"]
+    after = ["reward", "old_logprobs"]
     if "baselines" in draft.nodes:
+        after = ["baselines", "old_logprobs"]
         draft.nodes["reference_logprobs"] = {"after": "baselines"}
-    after = [*before, "old_logprobs", *(["values"] if "dags/ppo.yaml" in draft.bases else [])]
+    if "dags/ppo.yaml" in draft.bases:
+        after.append("values")
     change = {"after": [*after, "reference_logprobs"]}
     if in_reward:
         change = {"after": [*[one for one in after if one != "old_logprobs"], "kl"]}
@@ -230,7 +242,12 @@ def _add_controller(draft: Draft) -> None:
             "horizon": draft.number(f"{prefix}.horizon", 10000),
         }
     draft.roles["kl"] = {"build": f"{_OURS}:build_kl_controller", "with": options}
-    kind = _KL.get(draft.text("algorithm.kl_penalty", "kl").rstrip("+"), "k1")
+    theirs = draft.text("algorithm.kl_penalty", "kl").rstrip("+")
+    kind = _KL.get(theirs, "k1")
+    if theirs not in _KL:
+        draft.leave_out(
+            "algorithm.kl_penalty", f"there is no estimator {theirs!r}", ["algorithm.advantage"]
+        )
     draft.nodes["kl"] = {
         "run": "siirl_dask.nodes:penalise_kl",
         "role": "kl",
@@ -248,24 +265,24 @@ def _add_controller(draft: Draft) -> None:
 def set_loss(draft: Draft) -> None:
     """Set the loss with its bounds, and the way in which tokens are averaged."""
     mode_name = f"{ACTOR}.policy_loss.loss_mode"
+    bypass = is_bypassed(draft)
     mode = draft.text(mode_name, "vanilla").replace("-", "_")
+    note = ""
+    if bypass:
+        mode = "bypass_mode"
+        note = "bypass_mode has a loss of its own, whatever loss_mode says"
     ours = _LOSSES.get(mode, "ppo_clip")
-    if mode not in _LOSSES:
-        draft.lose(
-            mode_name, f"there is no loss {mode!r}: docs/algorithms.md has those that there are"
-        )
-        draft.open_questions.append(
-            f"algorithm.loss: {mode} has no counterpart, and ppo_clip stands in for it"
-        )
     if (
         draft.flag(f"{ACTOR}.use_cpgd_loss", default=False)
         or draft.text("algorithm.adv_estimator") == "cpgd"
     ):
         ours = "cpgd"
-    if draft.text("algorithm.adv_estimator") == "gpg":
-        ours = "policy_gradient"
     options = _loss_options(draft, ours)
-    draft.set("algorithm.loss", f"{_OURS}:{ours}", mode_name, f"{ACTOR}.use_cpgd_loss")
+
+    draft.set("algorithm.loss", f"{_OURS}:{ours}", mode_name, f"{ACTOR}.use_cpgd_loss", note=note)
+    if mode not in _LOSSES:
+        reason = f"there is no loss {mode!r}: docs/algorithms.md has those that there are"
+        draft.leave_out(mode_name, reason, ["algorithm.loss"])
     names = (
         "clip_ratio_low",
         "clip_ratio_high",
@@ -306,7 +323,8 @@ def _loss_options(draft: Draft, ours: str) -> dict[str, Any]:
                 draft.open_questions.append(
                     "algorithm.loss_options.beta: verl asks for a dro_beta above 0, and 1 stands in"
                 )
-            return {"beta": beta if beta > 0 else 1.0}
+                beta = 1.0
+            return {"beta": beta}
         case "dppo":
             mode = draft.text(f"{ACTOR}.policy_loss.loss_mode")
             return {
@@ -349,19 +367,13 @@ def _set_covariant(draft: Draft, ours: str) -> None:
 
 def _set_aggregation(draft: Draft, ours: str) -> None:
     name = f"{ACTOR}.loss_agg_mode"
-    mode = draft.text(
-        name,
-        "token-mean"
-        if draft.flag(f"{ACTOR}.use_token_level_loss", default=True)
-        else "seq-mean-token-mean",
-    )
+    asked = agg_mode(draft)
+    mode = asked
     note = ""
-    if ours in ("gspo", "gmpo", "sapo"):  # verl aggregates these so whatever is asked for
+    if ours in _BY_ROWS[draft.given.system]:
         mode = "seq-mean-token-mean"
         note = f"always so with {ours}"
-    if mode not in _MODES:
-        draft.lose(name, f"there is no aggregation {mode!r}; token_mean stands in")
-    function = _MODES.get(mode, "token_mean")
+    function, options = aggregation(draft, mode, f"{ACTOR}.loss_scale_factor")
     draft.set(
         "algorithm.aggregation",
         f"{_OURS}:{function}",
@@ -369,7 +381,32 @@ def _set_aggregation(draft: Draft, ours: str) -> None:
         f"{ACTOR}.use_token_level_loss",
         note=note,
     )
-    if function == "sequence_mean_token_sum_norm":
-        scale = f"{ACTOR}.loss_scale_factor"
-        length = int(draft.number(scale, draft.number("data.max_response_length", 512)))
-        draft.set("algorithm.aggregation_options", {"length": length}, scale, name)
+    if options:
+        draft.set("algorithm.aggregation_options", options, f"{ACTOR}.loss_scale_factor", name)
+    if mode not in _MODES:
+        draft.leave_out(name, f"there is no aggregation {mode!r}", ["algorithm.aggregation"])
+    terms = draft.entries["algorithm.kl_coefficient"].value
+    if asked != mode and (terms or draft.number(f"{ACTOR}.entropy_coeff", 0.0)):
+        draft.open_questions.append(
+            f"algorithm.aggregation: with {ours} KL and entropy are averaged as loss_agg_mode="
+            f"{asked} says there, and here as the loss is: by {function}"
+        )
+
+
+def agg_mode(draft: Draft) -> str:
+    """Return the policy's ``loss_agg_mode``, by either of its names."""
+    default = "token-mean"
+    if not draft.flag(f"{ACTOR}.use_token_level_loss", default=True):
+        default = "seq-mean-token-mean"
+    return draft.text(f"{ACTOR}.loss_agg_mode", default)
+
+
+def aggregation(draft: Draft, mode: str, scale: str) -> tuple[str, dict[str, Any]]:
+    """Return the aggregation of ours that a ``loss_agg_mode`` is, and its options; ``scale`` is the
+    option of its fixed length.
+    """
+    function = _MODES.get(mode, "token_mean")
+    if function != "sequence_mean_token_sum_norm":
+        return function, {}
+    length = draft.number(scale, draft.number("data.max_response_length", 512))
+    return function, {"length": int(length)}

@@ -26,6 +26,9 @@ class Option:
     use: Use
     ours: str = ""
     note: str = ""
+    decides: tuple[str, ...] = ()
+    """Keys of ours, the first of which that the file has is left open where an option without a
+    counterpart changes what is learned."""
 
     def matches(self, name: str) -> bool:
         """Whether an option is called so, or begins so."""
@@ -50,6 +53,8 @@ def always(names: str, note: str) -> Option:
     return Option(tuple(names.split()), Use.ALWAYS, "", note)
 
 
-def none(names: str, note: str) -> Option:
-    """Return the row of options without a counterpart."""
-    return Option(tuple(names.split()), Use.NONE, "", note)
+def none(names: str, note: str, *, decides: str = "") -> Option:
+    """Return the row of options without a counterpart. ``decides`` has the keys to ask for where
+    such an option changes what is learned, so that no file trains without it unseen.
+    """
+    return Option(tuple(names.split()), Use.NONE, "", note, tuple(decides.split()))

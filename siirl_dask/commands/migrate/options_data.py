@@ -30,14 +30,21 @@ DATA = (
     always("data.tokenizer", "the tokenizer is the model folder's"),
     none("data.gen_batch_size", "each round of dynamic sampling draws as many prompts as are likely to be enough"),
     none("data.val_batch_size", "a validation is one batch, divided by rows"),
-    none("data.train_max_samples data.val_max_samples", "give a dataset with these rows: siirl-dask data import"),
+    none("data.train_max_samples", "give a dataset with these rows: siirl-dask data import",
+          decides="data.sources data.url"),
+    none("data.val_max_samples", "give a dataset with these rows: siirl-dask data import"),
     none("data.validation_shuffle", "a validation reads every row once, in order"),
+    none("data.custom_cls.path", "make the dataset beforehand, or in data.prepare: docs/data.md",
+          decides="data.sources data.url"),
     none("data.custom_cls.*", "make the dataset beforehand, or in data.prepare: docs/data.md"),
-    none("data.tool_config_path data.function_tool_path", "tools are functions of an environment (environments.tools)"),
+    none("data.tool_config_path data.function_tool_path", "tools are functions of an environment "
+          "(environments.tools)", decides="rollout.engine"),
     none("data.video_key data.audio_key data.image_patch_size data.mm_processor_kwargs*", "prompts hold texts and "
           "images, which the model folder's own processor makes into pixels"),
-    none("data.mix_strategy data.interleave_probs", "give data.sources weights by hand"),
-    none("data.dataset_type data.multi_agent data.*", "datasets are tables of prompts with columns"),
+    none("data.mix_strategy data.interleave_probs", "give data.sources weights by hand",
+          decides="data.sources data.url"),
+    none("data.dataset_type data.multi_agent data.trust_remote_code", "datasets are tables of prompts with columns"),
+    none("data.*", "datasets are tables of prompts with columns", decides="data.sources data.url"),
 )  # fmt: skip
 
 REWARD = (
@@ -47,17 +54,26 @@ REWARD = (
           "reward*.reward_kwargs.overlong_buffer_cfg.len "
           "reward*.reward_kwargs.overlong_buffer_cfg.penalty_factor "
           "custom_reward_function.overlong_buffer.*", "nodes.overlong", "the node penalise_overlong"),
-    always("reward*.overlong_buffer*.log reward*.reward_kwargs.max_resp_len", "the penalty is a metric, and its "
-            "limit is rollout.max_response_length"),
+    rule("reward_model.reward_kwargs.max_resp_len reward.reward_kwargs.max_resp_len", "nodes.overlong", "max_length, "
+          "where it is not rollout.max_response_length"),
+    always("reward*.overlong_buffer*.log", "the penalty is a metric"),
     rule("reward_model.reward_manager reward.reward_manager.name", "rewards.function", "naive and dapo choose by the "
           "data's source; the function is chosen by the dataset's name here"),
-    none("custom_reward_function.* reward.custom_reward_function.*", "write it as reward(prompt, response, answer, "
-          "**columns), which there is compute_score(data_source, solution_str, ground_truth, "
-          "extra_info), and give rewards.function=module:name"),
+    rule("custom_reward_function.path custom_reward_function.name custom_reward_function.reward_kwargs.* "
+          "reward.custom_reward_function.path reward.custom_reward_function.name "
+          "reward.custom_reward_function.reward_kwargs.*", "rewards.function, rewards.options", "from_verl calls it as "
+          "verl does, a row at a time"),
+    none("custom_reward_function.* reward.custom_reward_function.*", "there is no such option of a reward"),
+    none("reward_model.sandbox_fusion.url reward.sandbox_fusion.url sandbox_fusion.url", "code runs in a sandbox of "
+          "the worker's: siirl_dask.rewards:code_execution", decides="rewards.function"),
     none("reward_model.sandbox_fusion* reward.sandbox_fusion* sandbox_fusion.*", "code runs in a sandbox of the "
           "worker's: siirl_dask.rewards:code_execution"),
-    none("reward_model.enable reward.reward_model.enable reward_model.model.* reward.reward_model.*", "a reward model "
-          "is a role of its own: docs/rewards.md, A reward model"),
+    none("reward_model.enable reward.reward_model.enable", "a reward model is a role of its own: docs/rewards.md, A "
+          "reward model", decides="rewards.function"),
+    none("reward_model.model.* reward.reward_model.*", "a reward model is a role of its own: docs/rewards.md, A "
+          "reward model"),
+    none("reward_model.reward_kwargs.* reward.reward_kwargs.*", "there is no such option of a reward",
+          decides="rewards.options rewards.function"),
     always("reward.num_workers reward_model.num_workers reward_model.launch_reward_fn_async", "a reward begins while "
             "others are generated, where it is async or in rewards.processes"),
     none("reward_model.* reward.*", "there is no such option of a reward"),
@@ -68,12 +84,13 @@ ALGORITHM = (
           "here"),
     rule("algorithm.gamma algorithm.lam", "algorithm.advantage_options", "discount and gae_lambda"),
     rule("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage", "false is dr_grpo; true divides by the group's "
-          "std + 1e-6, as grpo does"),
+          "std + 1e-6, as grpo does; grpo_vectorized and gdpo divide by it, whatever this says"),
     rule("algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights", "nodes.advantage, algorithm.advantage_options",
           "parts of a reward that is a dict, with adv_estimator gdpo; sums are standardised over "
           "responses here, over tokens there"),
     rule("algorithm.use_kl_in_reward algorithm.kl_ctrl.* algorithm.kl_penalty", "roles.kl, nodes.kl", "a "
-          "KLController and the node penalise_kl"),
+          "KLController and the node penalise_kl; it adapts to the mean over tokens, there to the mean over rows of "
+          "each row's mean"),
     rule("algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches", "nodes.rollout",
           "dags/dapo.yaml, with rounds"),
     rule("algorithm.filter_groups.metric", "", "groups whose rewards are all equal are replaced, by reward"),
@@ -84,19 +101,20 @@ ALGORITHM = (
           "0.5_5.0, masked_is; k1 is reject_tokens or reject_sequences with the inverse bounds, "
           "since there the engine's probability is over the policy's; k2 and k3 are "
           "reject_divergent; several are combined. What is rejected still counts in the loss's "
-          "denominator here"),
+          "denominators and in KL and entropy here"),
     rule("algorithm.rollout_correction.bypass_mode", "algorithm.old_logprobs", "true is rollout_logprobs, and no "
           "correction"),
     rule("algorithm.rollout_correction.loss_type", "algorithm.loss", "reinforce is policy_gradient, and cispo with "
           "weights of tokens; with bypass_mode alone"),
     none("algorithm.rollout_correction.rollout_is_batch_normalize", "weights are not divided by their mean over the "
           "batch"),
-    none("algorithm.rollout_correction.*", "see docs/algorithms.md, Corrections for the sampler"),
     always("algorithm.algorithm_name algorithm.workflow_type", "the DAG follows from the estimator and the filters"),
-    none("algorithm.rollout_correction.*", "see docs/algorithms.md: masked_is and reject_sequences reject rows"),
-    none("algorithm.use_pf_ppo algorithm.pf_ppo*", "rows are not sampled again by their rewards"),
+    none("algorithm.rollout_correction.*", "see docs/algorithms.md, Corrections for the sampler",
+          decides="algorithm.correction"),
+    none("algorithm.use_pf_ppo", "rows are not sampled again by their rewards", decides="algorithm.advantage"),
+    none("algorithm.pf_ppo*", "rows are not sampled again by their rewards"),
     none("algorithm.weight_factor_in_cpgd", "advantages with cpgd are those of algorithm.advantage"),
     none("algorithm.share_reward_in_agent", "see docs/agents.md"),
-    none("algorithm.filter_groups.* algorithm.embodied_sampling* algorithm.*", "there is no such option of an "
-          "algorithm"),
+    none("algorithm.filter_groups.* algorithm.embodied_sampling*", "there is no such option of an algorithm"),
+    none("algorithm.*", "there is no such option of an algorithm", decides="algorithm.advantage"),
 )  # fmt: skip

@@ -24,35 +24,42 @@ MODEL = (
     none(f"{_M}.trust_remote_code data.trust_remote_code {_R}.trust_remote_code critic.model.trust_remote_code",
           "code of a model's folder is never run"),
     none(f"{_M}.custom_chat_template {_M}.tokenizer_path {_M}.hf_config_path", "tokenizer, template and config are "
-          "those of the model's folder: put them there"),
-    none(f"{_M}.lora.* {_M}.exclude_modules", "adapters are on the layers of trainer.lora.targets, without dropout"),
+          "those of the model's folder: put them there", decides="model.path"),
+    none(f"{_M}.lora.target_modules {_M}.lora.exclude_modules {_M}.exclude_modules {_M}.lora.dropout {_M}.lora.type",
+          "adapters are on the layers of trainer.lora.targets, without dropout", decides="trainer.lora.targets"),
+    none(f"{_M}.lora.*", "adapters are on the layers of trainer.lora.targets, without dropout"),
+    none(f"{_M}.mtp.enable_train", "there are no heads that predict several tokens", decides="algorithm.loss"),
     none(f"{_M}.mtp*", "there are no heads that predict several tokens"),
     none(f"{_M}.*", "there is no such option of a model"),
 )  # fmt: skip
 
 ACTOR = (
-    rule(f"{_A}.strategy", "trainer.backend", "fsdp and fsdp2 are fsdp; megatron is megatron"),
+    rule(f"{_A}.strategy model_engine {_A}.model_engine", "trainer.backend", "fsdp and fsdp2 are fsdp; megatron is "
+          "megatron, also where it comes of the name of verl's YAML file"),
     rule(f"{_A}.ppo_mini_batch_size", "algorithm.minibatches", "prompts in a mini-batch there (256 by default), "
           "mini-batches in a step here: train_batch_size / ppo_mini_batch_size"),
     rule(f"{_A}.ppo_epochs", "algorithm.epochs"),
     rule(f"{_A}.use_dynamic_bsz {_A}.ppo_max_token_len_per_gpu {_A}.ppo_micro_batch_size_per_gpu",
           "trainer.max_tokens_per_micro_batch", "tokens of a pass, also where there rows are counted: rows x (prompt + "
           "response)"),
-    rule(f"{_A}.grad_clip {_A}.optim.clip_grad", "trainer.max_grad_norm"),
+    rule(f"{_A}.grad_clip {_A}.optim.clip_grad {_A}.optim.grad_clip", "trainer.max_grad_norm", "verl 0.9 reads "
+          "optim.clip_grad alone, and earlier versions grad_clip: two that differ are asked about"),
     rule(f"{_A}.clip_ratio {_A}.clip_ratio_low {_A}.clip_ratio_high {_A}.clip_ratio_c {_A}.tau_pos {_A}.tau_neg",
           "algorithm.loss_options", "clip_ratio_c, the dual clip, is 3 by default there and absent here; it is written "
           "out"),
     rule(f"{_A}.policy_loss.loss_mode {_A}.use_cpgd_loss {_A}.policy_drift_coeff", "algorithm.loss", "dppo_tv and "
-          "dppo_kl are dppo, whose limits are the clip ratios and whose cap is clip_ratio_c"),
+          "dppo_kl are dppo, whose limits are the clip ratios and whose cap is clip_ratio_c; with bypass_mode it is "
+          "ppo_clip, whatever loss_mode says"),
     rule(f"{_A}.policy_loss.dro_beta", "algorithm.loss_options", "beta, with loss_mode dro"),
     rule(f"{_A}.policy_loss.clip_cov_* {_A}.policy_loss.kl_cov_ratio {_A}.policy_loss.ppo_kl_coef",
           "nodes.covariant, algorithm.loss_options", "with loss_mode clip_cov or kl_cov"),
     rule(f"{_A}.loss_agg_mode {_A}.loss_scale_factor {_A}.use_token_level_loss", "algorithm.aggregation",
-          "token-mean by default there and here"),
+          "token-mean by default there and here; geo_mean and sapo (in siiRL and verl before 0.9 gspo too) are "
+          "averaged by rows, whatever loss_agg_mode says"),
     rule(f"{_A}.entropy_coeff", "algorithm.entropy_coefficient"),
     rule(f"{_A}.use_kl_loss {_A}.kl_loss_coef", "algorithm.kl_coefficient", "with dags/grpo_kl.yaml"),
     rule(f"{_A}.kl_loss_type", "algorithm.kl", "low_var_kl is k3_clipped, kl is k1, mse is k2, abs is abs_difference; "
-          "with + straight_through"),
+          "with + straight_through (of k2 k2 itself), whose value is k3 and whose gradient is the same"),
     rule(f"{_A}.tis_imp_ratio_cap", "algorithm.correction", "above 0: truncated_is with this cap"),
     rule(f"{_A}.shuffle", "", "true is how it is: mini-batches are drawn again in each step, and false is not to be "
           "had"),
@@ -79,9 +86,15 @@ ACTOR = (
     none(f"{_A}.data_loader_seed {_A}.fsdp_config.seed {_A}.fsdp_config.full_determinism", "run.seed seeds "
           "everything"),
     none(f"{_A}.profiler.* {_A}.profile*", "torch's profiler and torch_npu's are the tools: profile.* says when"),
-    none(f"{_A}.qat* {_A}.fsdp_config.qat*", "there is no training with quantised weights"),
-    none(f"{_A}.policy_loss.*", "there is no such loss"),
-    none(f"{_A}.fsdp_config.* {_A}.pad_to_length* {_A}.*", "there is no such option of a trainer"),
+    none(f"{_A}.qat.enable {_A}.fsdp_config.qat.enable {_A}.megatron.qat.enable", "there is no training with "
+          "quantised weights", decides="model.dtype"),
+    none(f"{_A}.qat* {_A}.fsdp_config.qat* {_A}.megatron.qat*", "there is no training with quantised weights"),
+    always(f"{_A}.policy_loss.tau_*", "verl reads actor.tau_pos and actor.tau_neg alone"),
+    none(f"{_A}.policy_loss.*", "there is no such loss", decides="algorithm.loss"),
+    none(f"{_A}.fsdp_config.* {_A}.megatron.* {_A}.veomni.* {_A}.torchtitan.* {_A}.engine.* {_A}.router_replay* "
+          f"{_A}.pad_to_length* {_A}.log_prob_* {_A}.ppo_infer_* {_A}.param_* {_A}.optimizer_*",
+          "there is no such option of a trainer"),
+    none(f"{_A}.*", "there is no such option of a trainer", decides="algorithm.loss"),
 )  # fmt: skip
 
 
@@ -93,9 +106,12 @@ def optimizer(theirs: str, ours: str) -> tuple[Option, ...]:
         rule(f"{theirs}.lr_warmup_steps {theirs}.lr_warmup_steps_ratio", f"{ours}.warmup_steps", "training steps "
               "there, optimizer steps here: x minibatches x epochs. The first step has the rate 0 there, and lr / "
               "warmup_steps here"),
-        rule(f"{theirs}.warmup_style {theirs}.lr_scheduler_type {theirs}.lr_decay_style", f"{ours}.schedule"),
+        rule(f"{theirs}.warmup_style {theirs}.lr_scheduler_type {theirs}.lr_decay_style {theirs}.decay_type",
+              f"{ours}.schedule", "constant by default there; with veomni cosine, with torchtitan linear"),
+        rule(f"{theirs}.num_cycles", "", "0.5, half a cycle, is how it is"),
         rule(f"{theirs}.lr_decay_steps", f"{ours}.total_steps", "x minibatches x epochs"),
-        rule(f"{theirs}.min_lr_ratio {theirs}.min_lr", f"{ours}.min_lr_ratio"),
+        rule(f"{theirs}.min_lr_ratio {theirs}.min_lr {theirs}.min_lr_factor {theirs}.lr_min",
+              f"{ours}.min_lr_ratio"),
         rule(f"{theirs}.weight_decay", f"{ours}.weight_decay", "0.01 by default there, 0 here"),
         rule(f"{theirs}.betas", f"{ours}.betas"),
         rule(f"{theirs}.optimizer", f"{ours}.optimizer", "AdamW (in Megatron adam) is the default here; Muon is "
@@ -141,7 +157,7 @@ MEGATRON = (
 
 CRITIC = (
     rule("critic.strategy", "critic.backend"),
-    rule("critic.grad_clip critic.optim.clip_grad", "critic.max_grad_norm"),
+    rule("critic.grad_clip critic.optim.clip_grad critic.optim.grad_clip", "critic.max_grad_norm"),
     rule("critic.ppo_max_token_len_per_gpu critic.use_dynamic_bsz critic.ppo_micro_batch_size_per_gpu",
           "critic.max_tokens_per_micro_batch"),
     rule("critic.cliprange_value", "nodes.update_critic", "0.5 in all three"),
@@ -152,7 +168,8 @@ CRITIC = (
           "critic.model.fsdp_config.optimizer_offload", "critic.park"),
     always("critic.forward_* critic.rollout_n critic.shuffle critic.model.use_remove_padding critic.load_weight "
             "critic.checkpoint.* critic.enable critic.fsdp.strategy", "as for the policy"),
-    none("critic.ppo_mini_batch_size critic.ppo_epochs critic.loss_agg_mode critic.loss_scale_factor", "policy and "
+    rule("critic.loss_agg_mode critic.loss_scale_factor", "nodes.update_critic", "the policy's where it is not given"),
+    none("critic.ppo_mini_batch_size critic.ppo_epochs", "policy and "
           "critic learn from the same mini-batches, as often (algorithm.minibatches, algorithm.epochs)"),
     none("critic.*", "there is no such option of a critic"),
 )  # fmt: skip

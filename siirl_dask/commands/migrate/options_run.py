@@ -12,6 +12,7 @@ ROLLOUT = (
     rule(f"{_R}.temperature", "rollout.temperature"),
     rule(f"{_R}.top_p", "rollout.top_p"),
     rule(f"{_R}.top_k", "rollout.top_k", "-1, all tokens, is 0 here"),
+    rule(f"{_R}.min_p", "rollout.min_p"),
     rule(f"{_R}.do_sample", "", "true is how it is"),
     rule(f"{_R}.tensor_model_parallel_size", "rollout.tensor_parallel_size", "2 by default in verl"),
     rule(f"{_R}.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
@@ -38,9 +39,16 @@ ROLLOUT = (
     always(f"{_R}.agent.num_workers", "episodes run in the workers of their role"),
     none(f"{_R}.val_kwargs.top_k {_R}.val_kwargs.*", "validations sample with validation.temperature and "
           "validation.top_p"),
-    none(f"{_R}.ignore_eos", "a response ends at an end token"),
+    none(f"{_R}.ignore_eos", "a response ends at an end token", decides="rollout.max_response_length"),
+    none(f"{_R}.repetition_penalty {_R}.presence_penalty {_R}.frequency_penalty {_R}.stop*", "sampling is that of "
+          "the policy, so that log-probs are its own", decides="rollout.temperature"),
     none(f"{_R}.seed {_R}.full_determinism", "each row has a seed of its own, from run.seed: samples are the same "
           "on any layout"),
+    rule(f"{_R}.agent.default_agent_loop", "", "single_turn_agent is how it is"),
+    none(f"{_R}.multi_turn.enable {_R}.multi_turn.tool_config_path {_R}.multi_turn.function_tool_path "
+          f"{_R}.multi_turn.interaction_config_path {_R}.agent.agent_loop_config_path "
+          f"{_R}.agent.agent_loop_manager_class", "turns are an "
+          "environment: dags/turns.yaml and environments.*, see docs/turns.md", decides="rollout.engine"),
     none(f"{_R}.multi_turn.* {_R}.agent.*", "turns are an environment: dags/turns.yaml and environments.*, see "
           "docs/turns.md"),
     none(f"{_R}.engine_kwargs.*", "arguments of another engine than vLLM"),
@@ -49,8 +57,8 @@ ROLLOUT = (
     none(f"{_R}.quantization* {_R}.qat {_R}.mtp*", "engines compute with the policy's own weights"),
     none(f"{_R}.profiler.*", "profile.roles has the engine's role, with one setting for all"),
     none(f"{_R}.prometheus.* {_R}.trace.*", "see docs/monitoring.md and siirl-dask trace"),
-    none(f"{_R}.over_sample_rate", "rollout.window is its number of prompts for episodes, and rollout.partial is for "
-          "long responses: both carry what is late on instead of dropping it"),
+    none(f"{_R}.over_sample_rate", "rollout.window is its number of prompts, which go on in the next step instead of "
+          "being dropped"),
     none(f"{_R}.*", "there is no such option of an engine"),
     rule(f"{_F}.fsdp_config.param_offload", "trainer.park", "where the policy's offload "
           "asks for it as well: a reference follows the policy"),
@@ -87,10 +95,21 @@ TRAINER = (
     always("trainer.should_log trainer.del_local_ckpt_after_load trainer.use_v1 "
             "trainer.remove_previous_ckpt_in_save trainer.max_critic_ckpt_to_keep", "a checkpoint has policy and "
             "critic, and checkpoint.keep of them stay"),
-    none("trainer.val_only", "type siirl-dask eval MODEL --data URL"),
+    none("trainer.val_only", "type siirl-dask eval MODEL --data URL", decides="run.steps"),
     none("trainer.resume_from_path", "a run resumes from its own folder; model.path=RUN@STEP begins with the weights "
           "of another one"),
     none("trainer.default_hdfs_dir", "run.url may be any fsspec URL"),
+    rule("trainer.v1.trainer_mode", "", "sync is how it is"),
+    rule("rollout.nnodes rollout.n_gpus_per_node", "cluster.workers", "devices that generate alone, of the programs "
+          "one_step_off_policy and fully_async_policy: cluster.placement"),
+    rule("async_training.require_batches async_training.trigger_parameter_sync_step", "data.batch_size",
+          "their product x ppo_mini_batch_size: a step is what is trained on between two loads of weights"),
+    rule("async_training.staleness_threshold", "rollout.max_staleness", "whole steps here: 0.1 is 1"),
+    rule("rollout.total_rollout_steps", "run.steps", "prompts in all, with async_training.*"),
+    rule("rollout.test_freq", "validation.every", "where trainer.test_freq is not given"),
+    rule("async_training.use_rollout_log_probs actor_rollout_ref.actor.use_rollout_log_probs",
+          "algorithm.old_logprobs", "of these programs: true, their default, is rollout_logprobs"),
+    none("async_training.partial_rollout", "rollout.partial goes on with a response in the next step"),
     none("trainer.v1.* async_training.*", "generation ahead of training is rollout.max_staleness"),
     none("trainer.esi_redundant_time", "a run that gets SIGTERM has run.grace"),
     none("trainer.*", "there is no such option of a run"),
@@ -108,6 +127,7 @@ REST = (
     none("profiler.* global_profiler.*", "torch's profiler and torch_npu's are the tools: profile.* says when"),
     none("dag.workflow_path dag.custom_pipeline_fn", "a DAG is written in YAML or Python: docs/dags.md"),
     none("dag.*", "the plan follows from the DAG: siirl-dask plan"),
-    none("distillation.* skip.* sandbox.* model_engine", "there is no such part"),
+    none("distillation.enabled", "there is no teacher whose log-probs a policy learns", decides="algorithm.loss"),
+    none("distillation.* skip.* sandbox.*", "there is no such part"),
     none("hydra.* defaults hydra", "Hydra composes no file here: base: names another one"),
 )  # fmt: skip

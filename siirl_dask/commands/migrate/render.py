@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from siirl_dask.commands.migrate.draft import Draft
 from siirl_dask.config.file.layers import GROUPS, SHIPPED
+from siirl_dask.errors import counted
 
 _PLAIN = re.compile(
     r"(?!(?:true|false|null|yes|no|on|off|none|y|n)$)[A-Za-z_/][\w./-]*", re.IGNORECASE
@@ -30,7 +32,10 @@ def as_yaml(draft: Draft) -> str:
     lines += ["# values come from; docs/migrating.md has the whole table."]
     lines += [f"# TO DECIDE: {question}" for question in draft.open_questions]
     bases = [f"{SHIPPED}{base}" for base in draft.bases]
-    lines += [f"base: {scalar(bases[0]) if len(bases) == 1 else scalar(bases)}", ""]
+    base = scalar(bases)
+    if len(bases) == 1:
+        base = scalar(bases[0])
+    lines += [f"base: {base}", ""]
     tree: dict[str, Any] = {}
     for key, entry in draft.entries.items():
         *groups, name = key.split(".")
@@ -49,7 +54,8 @@ def as_yaml(draft: Draft) -> str:
                 "",
             ]
     lost = {name: fate.lost for name, fate in draft.fates.items() if fate.lost}
-    lines += ["# Without a counterpart:"] if lost else []
+    if lost:
+        lines.append("# Without a counterpart:")
     lines += [
         f"#   {name}={_shown(given.values.get(name))}: {reason}" for name, reason in lost.items()
     ]
@@ -61,10 +67,10 @@ def _lines(tree: Mapping[str, Any], depth: int) -> Iterator[str]:
         if isinstance(entry, dict):
             yield f"{'  ' * depth}{name}:"
             yield from _lines(entry, depth + 1)
+        elif entry.to_decide:
+            yield f"{'  ' * depth}{name}: {MISSING}  # TO DECIDE: {entry.to_decide}"
         else:
-            value = MISSING if entry.to_decide else scalar(entry.value)
-            comment = f"TO DECIDE: {entry.to_decide}" if entry.to_decide else entry.comment
-            yield f"{'  ' * depth}{name}: {value}  # {comment}"
+            yield f"{'  ' * depth}{name}: {scalar(entry.value)}  # {entry.comment}"
 
 
 def scalar(value: Any) -> str:
@@ -76,6 +82,8 @@ def scalar(value: Any) -> str:
             return "[" + ", ".join(map(scalar, value)) + "]"
         case str() if _PLAIN.fullmatch(value):
             return value
+        case float() if not math.isfinite(value):
+            return {math.inf: ".inf", -math.inf: "-.inf"}.get(value, ".nan")
     return json.dumps(value)
 
 
@@ -96,21 +104,27 @@ def report(draft: Draft) -> str:
         if fate.lost
     }
     values = {key: scalar(draft.entries[key].value) for key in draft.defaulted}
-    texts += _list(f"{len(mapped)} of {len(draft.fates)} options became keys", mapped)
-    texts += _list(f"{len(kept)} ask for what is so anyway, or for nothing", kept)
+    texts += _list(f"{len(mapped)} of {counted(len(draft.fates), 'option')} became keys", mapped)
     texts += _list(
-        f"{len(values)} keys were not given and are written out with {draft.given.system}'s "
-        "default",
+        f"{len(kept)} {'asks' if len(kept) == 1 else 'ask'} for what is so anyway, or for nothing",
+        kept,
+    )
+    texts += _list(
+        f"{counted(len(values), 'key')} not given, written out with {draft.given.system}'s default",
         values,
     )
-    texts += _list(f"{len(lost)} have NO COUNTERPART", lost)
+    texts += _list(f"{len(lost)} {'has' if len(lost) == 1 else 'have'} NO COUNTERPART", lost)
     return "\n".join([*texts, *(f"TO DECIDE: {question}" for question in draft.open_questions)])
 
 
 def _list(title: str, rows: Mapping[str, str]) -> list[str]:
-    return [f"{title}:", *(f"  {name}  {text}" for name, text in rows.items())] if rows else []
+    if not rows:
+        return []
+    return [f"{title}:", *(f"  {name}  {text}" for name, text in rows.items())]
 
 
 def _shown(value: Any) -> str:
     text = scalar(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) <= 60:
+        return text
+    return f"{text[:57]}..."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from siirl_dask.commands.migrate.draft import Draft
 from siirl_dask.config import Engine
+from siirl_dask.errors import counted
 
 _R = "actor_rollout_ref.rollout"
 _ENGINES = {"hf": "transformers"}
@@ -41,6 +42,7 @@ def set_rollout(draft: Draft, workers: int) -> None:
     draft.set("rollout.temperature", draft.number(f"{_R}.temperature", 1.0), f"{_R}.temperature")
     draft.set("rollout.top_p", draft.number(f"{_R}.top_p", 1.0), f"{_R}.top_p")
     draft.set("rollout.top_k", max(0, int(draft.number(f"{_R}.top_k", -1))), f"{_R}.top_k")
+    draft.copy({f"{_R}.min_p": "rollout.min_p"})
     length = draft.first(
         ("data.max_response_length", f"{_R}.response_length"), "data.max_response_length"
     )
@@ -57,11 +59,12 @@ def set_rollout(draft: Draft, workers: int) -> None:
     if engine == "transformers" or workers % size:
         draft.lose(
             f"{_R}.tensor_model_parallel_size",
-            f"engine {engine} on {workers} workers takes no {size} for each",
+            f"engine {engine} on {counted(workers, 'worker')} takes no {size} for each",
         )
         size = 1
     draft.set("rollout.tensor_parallel_size", size, f"{_R}.tensor_model_parallel_size")
     _set_replay(draft, size)
+    _set_loop(draft)
     if draft.has(f"{_R}.max_num_seqs"):
         rows = -(-int(draft.number(f"{_R}.max_num_seqs", 256)) // size)
         draft.set(
@@ -75,6 +78,16 @@ def set_rollout(draft: Draft, workers: int) -> None:
         megabytes = int(draft.number(draft.first(bucket, ""), 256))
         draft.set_from("rollout.weight_bucket", f"{megabytes}MiB", bucket)
     _set_vllm(draft)
+
+
+def _set_loop(draft: Draft) -> None:
+    """Ask where responses are made by a loop of turns."""
+    name = f"{_R}.agent.default_agent_loop"
+    if draft.text(name, "single_turn_agent") == "single_turn_agent":
+        draft.hold(name, "a response is one turn")
+    else:
+        reason = "turns are an environment: dags/turns.yaml and environments.*, see docs/turns.md"
+        draft.leave_out(name, reason, ["rollout.engine"])
 
 
 def _set_replay(draft: Draft, size: int) -> None:
@@ -94,7 +107,9 @@ def _set_vllm(draft: Draft) -> None:
         for name in ("gpu_memory_utilization", "enforce_eager", "enable_prefix_caching", "max_num_batched_tokens")
     })  # fmt: skip
     if draft.has(f"{_R}.free_cache_engine"):
-        level = 2 if draft.flag(f"{_R}.free_cache_engine", default=True) else 0
+        level = 0
+        if draft.flag(f"{_R}.free_cache_engine", default=True):
+            level = 2
         draft.set("rollout.vllm.sleep_level", level, f"{_R}.free_cache_engine")
     prefix = f"{_R}.engine_kwargs.vllm."
     names = {
@@ -108,18 +123,15 @@ def _set_vllm(draft: Draft) -> None:
 def set_validation(draft: Draft) -> None:
     """Set the validation's dataset and sampling."""
     files = [str(file) for file in draft.items("data.val_files")]
-    every = int(draft.number("trainer.test_freq", -1))
+    frequency = draft.first(("trainer.test_freq", "rollout.test_freq"), "trainer.test_freq")
+    every = int(draft.number(frequency, -1))
     if files:
         draft.set("validation.url", files[0].replace("~", "${oc.env:HOME}", 1), "data.val_files")
-        first_and_last = "before the first step and after the last alone"
-        steps = int(draft.entries["run.steps"].value)
-        note = "" if every > 0 else first_and_last
-        draft.set(
-            "validation.every",
-            every if every > 0 else max(1, steps),
-            "trainer.test_freq",
-            note=note,
-        )
+        note = ""
+        if every <= 0:
+            every = max(1, int(draft.entries["run.steps"].value))
+            note = "before the first step and after the last alone"
+        draft.set("validation.every", every, frequency, note=note)
         draft.set(
             "validation.source_column", "data_source", note="a metric for each source, as there"
         )
@@ -127,13 +139,16 @@ def set_validation(draft: Draft) -> None:
         draft.open_questions.append(
             f"validation.url: one dataset; {', '.join(files[1:])} must be put with the first"
         )
-    draft.hold("trainer.test_freq", "there is no validation without data.val_files")
+    for name in ("trainer.test_freq", "rollout.test_freq"):
+        draft.hold(name, "there is no validation without data.val_files, or the other one is given")
     prefix = f"{_R}.val_kwargs"
     samples = int(draft.number(f"{prefix}.n", 1))
     drawn = draft.flag(f"{prefix}.do_sample", default=False)
     if draft.has(f"{prefix}.n"):
         draft.set("validation.n", samples, f"{prefix}.n")
-    temperature = draft.number(f"{prefix}.temperature", 0) if drawn else 0
+    temperature: float = 0
+    if drawn:
+        temperature = draft.number(f"{prefix}.temperature", 0)
     if samples > 1 and not temperature:
         draft.open_questions.append(
             f"validation.temperature: {samples} samples of temperature 0 are all the same; 1 "
@@ -166,7 +181,9 @@ def set_profile(draft: Draft) -> None:
     draft.set_from("profile.steps", chosen, [steps, *_WHEN])
     everyone = [name for name in _EVERYONE if draft.flag(name, default=False)]
     ranks = _numbers(draft, draft.first(_RANKS, _RANKS[0]))
-    draft.set_from("profile.ranks", [] if everyone else ranks, [*everyone, *_RANKS])
+    if everyone:
+        ranks = []
+    draft.set_from("profile.ranks", ranks, [*everyone, *_RANKS])
     if draft.has("profiler.roles"):
         roles = [_ROLES.get(str(one), str(one)) for one in draft.items("profiler.roles")]
         draft.set("profile.roles", [*dict.fromkeys(roles)], "profiler.roles")

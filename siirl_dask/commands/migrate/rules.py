@@ -5,32 +5,24 @@ they are about.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import pyarrow.parquet as pq
-
+from siirl_dask.commands.migrate.ahead_rules import (
+    BATCH,
+    TOTAL,
+    generating_devices,
+    set_ahead,
+    steps_of_total,
+)
 from siirl_dask.commands.migrate.draft import Draft
 from siirl_dask.commands.migrate.loss_rules import ACTOR, set_algorithm, set_loss
+from siirl_dask.commands.migrate.reward_rules import columns_of_reward, set_overlong, set_reward
 from siirl_dask.commands.migrate.rollout_rules import set_profile, set_rollout, set_validation
 from siirl_dask.commands.migrate.trainer_rules import batch_size, minibatch_count, set_trainer
+from siirl_dask.commands.migrate.training_files import files_of, open_here, training_files
 from siirl_dask.config import MetricsBackend
+from siirl_dask.errors import counted
 
 _MODEL = "actor_rollout_ref.model"
-_SOURCES = {
-    "gsm8k": "gsm8k",
-    "dapo": "dapo_math",
-    "aime": "dapo_math",
-    "geo3k": "math_answer",
-    "mmlu": "multiple_choice",
-}
-"""Part of a dataset's name, and the reward that verl and siiRL have for it; others are boxed
-mathematics."""
-_OVERLONG = (
-    "reward_model.overlong_buffer",
-    "reward_model.reward_kwargs.overlong_buffer_cfg",
-    "reward.reward_kwargs.overlong_buffer_cfg",
-    "custom_reward_function.overlong_buffer",
-)
 
 
 def apply_rules(draft: Draft, rows: int | None) -> None:
@@ -55,8 +47,10 @@ def apply_rules(draft: Draft, rows: int | None) -> None:
     draft.hold("trainer.device", "accelerators are found")
     _set_data(draft)
     _set_model(draft)
-    set_rollout(draft, workers)
-    _set_reward(draft)
+    generating = generating_devices(draft)
+    set_rollout(draft, generating if generating else workers)
+    set_ahead(draft, workers)
+    set_reward(draft)
     set_algorithm(draft)
     set_loss(draft)
     set_trainer(draft, "trainer", ACTOR, workers)
@@ -65,28 +59,44 @@ def apply_rules(draft: Draft, rows: int | None) -> None:
     set_validation(draft)
     _set_observation(draft)
     set_profile(draft)
-    _set_overlong(draft)
+    set_overlong(draft)
+    columns = columns_of_reward(draft)
+    if columns:
+        draft.pass_to_reward(columns)
+    for key, reason in draft.given.undecided.items():
+        draft.leave_open(key, reason)
 
 
 def _set_steps(draft: Draft, rows: int | None) -> None:
     """Set ``run.steps``, which the other systems count from epochs and rows."""
     steps = "trainer.total_training_steps"
-    if draft.has(steps) and draft.number(steps, 0) > 0:
-        draft.set("run.steps", int(draft.number(steps, 0)), steps)
-        draft.hold("trainer.total_epochs", f"{steps} is given")
-        return
     epochs = int(draft.number("trainer.total_epochs", 30))
     batch = batch_size(draft)
-    counts = [_rows_of(url) for url in _files(draft, "data.train_files")]
-    known = rows
-    if rows is None and counts and all(counts):
-        known = sum(filter(None, counts))
+    if draft.has(steps) and draft.number(steps, 0) > 0:
+        number = int(draft.number(steps, 0))
+        known = _known_rows(draft, rows)
+        draft.set("run.steps", number, steps)
+        if known and epochs * (known // batch) < number:
+            draft.leave_open(
+                "run.steps",
+                f"{steps} says {number}, and {counted(epochs, 'epoch')} of {counted(known, 'row')} "
+                f"end after {epochs * (known // batch)}, as there training does",
+            )
+        draft.hold("trainer.total_epochs", f"{steps} is given")
+        return
+    generated = steps_of_total(draft, batch)
+    if generated is not None:
+        note = f"// {counted(batch, 'prompt')} a step"
+        draft.set("run.steps", generated, TOTAL, note=note)
+        draft.hold("trainer.total_epochs", f"{TOTAL} is given")
+        return
+    known = _known_rows(draft, rows)
     if known:
-        note = f"{known} rows // {batch} prompts a step"
+        note = f"{counted(known, 'row')} // {counted(batch, 'prompt')} a step"
         draft.set("run.steps", max(1, epochs * (known // batch)), "trainer.total_epochs", note=note)
         return
     question = (
-        f"run.steps: {epochs} epochs x rows // {batch}, and no dataset was there to count: give "
+        f"run.steps: {counted(epochs, 'epoch')} x rows // {batch}, and no dataset was there to count: give "
         "--rows N"
     )
     draft.open_questions.append(question)
@@ -95,28 +105,33 @@ def _set_steps(draft: Draft, rows: int | None) -> None:
     )
 
 
+def _known_rows(draft: Draft, rows: int | None) -> int | None:
+    """Return the rows to train on: as the caller says, or of files that are all here."""
+    counts = [_rows_of(url) for url in files_of(draft, "data.train_files")]
+    if rows is None and counts and all(counts):
+        return sum(filter(None, counts))
+    return rows
+
+
 def _rows_of(url: str) -> int | None:
     """Return the rows of a local Parquet file; None where there is none."""
-    path = Path(url).expanduser()
-    return pq.read_metadata(path).num_rows if path.suffix == ".parquet" and path.is_file() else None
-
-
-def _files(draft: Draft, name: str) -> list[str]:
-    return [str(file) for file in draft.items(name)]
+    file = open_here(url)
+    if file is None:
+        return None
+    return int(file.metadata.num_rows)
 
 
 def local(path: str) -> str:
     """Return a path of the shell's as one of a configuration: ``~`` is the home folder of who
     starts the run.
     """
-    return path.replace("~", "${oc.env:HOME}", 1) if path.startswith("~/") else path
+    if path.startswith("~/"):
+        return path.replace("~", "${oc.env:HOME}", 1)
+    return path
 
 
 def _set_data(draft: Draft) -> None:
-    files = [
-        local(file)
-        for file in _files(draft, "data.train_files") or ["~/data/rlhf/gsm8k/train.parquet"]
-    ]
+    files = [local(file) for file in training_files(draft)]
     if len(files) == 1:
         draft.set("data.url", files[0], "data.train_files")
     else:
@@ -131,7 +146,12 @@ def _set_data(draft: Draft) -> None:
             "data.train_files",
             note="weights are rows where the file was there",
         )
-    draft.set("data.batch_size", batch_size(draft), "data.train_batch_size")
+    if draft.given.ahead == "fully_async":
+        note = "trained on between two loads of weights"
+        mini = f"{ACTOR}.ppo_mini_batch_size"
+        draft.set_from("data.batch_size", batch_size(draft), [*BATCH, mini], note)
+    else:
+        draft.set("data.batch_size", batch_size(draft), "data.train_batch_size")
     draft.copy({"data.prompt_key": "data.prompt", "data.image_key": "images.column"})
     draft.set(
         "data.answer", "reward_model.ground_truth", note="where their datasets have the answer"
@@ -159,17 +179,19 @@ def _set_data(draft: Draft) -> None:
         ("actor_rollout_ref.rollout.do_sample", True, "responses that train are sampled"),
         ("trainer.val_before_train", True, "a validation is always run before the first step"),
     ):
-        as_here = draft.flag(name, wanted) == wanted
-        (draft.hold if as_here else draft.lose)(name, reason)
-    cut = draft.text("data.truncation", "error")
-    (draft.hold if cut == "error" else draft.lose)(
-        "data.truncation", "longer prompts are dropped, never cut"
+        draft.hold_or_lose(name, reason, holds=draft.flag(name, wanted) == wanted)
+    draft.hold_or_lose(
+        "data.truncation",
+        "longer prompts are dropped, never cut",
+        holds=draft.text("data.truncation", "error") == "error",
     )
 
 
 def _set_model(draft: Draft) -> None:
     path = local(draft.text(f"{_MODEL}.path", "~/models/deepseek-llm-7b-chat"))
-    draft.set("model.path", f"hf://{path}" if _is_of_hub(path) else path, f"{_MODEL}.path")
+    if _is_of_hub(path):
+        path = f"hf://{path}"
+    draft.set("model.path", path, f"{_MODEL}.path")
     _set_template(draft)
     names = (
         f"{ACTOR}.fsdp_config.dtype",
@@ -177,10 +199,13 @@ def _set_model(draft: Draft) -> None:
         "actor_rollout_ref.rollout.dtype",
     )
     given = draft.text(draft.first(names, names[0]), "bfloat16")
-    dtype = "float32" if given in ("fp32", "float32", "float") else "bfloat16"
+    dtype = "bfloat16"
+    if given in ("fp32", "float32", "float"):
+        dtype = "float32"
     draft.set_from("model.dtype", dtype, names)
     if given in ("fp16", "float16", "half"):
-        draft.lose(draft.first(names, names[0]), "float16 is not computed in: bfloat16 or float32")
+        reason = "float16 is not computed in: bfloat16 or float32"
+        draft.leave_out(draft.first(names, names[0]), reason, ["model.dtype"])
 
 
 def _is_of_hub(path: str) -> bool:
@@ -197,61 +222,6 @@ def _set_template(draft: Draft) -> None:
     if names:
         arguments = {name.removeprefix(prefix): draft.value(name) for name in names}
         draft.set_from("model.template", arguments, names)
-
-
-def _set_reward(draft: Draft) -> None:
-    """Set the reward function by the name of the dataset, where the other systems choose by each
-    row's source.
-    """
-    data = " ".join(_files(draft, "data.train_files")).lower()
-    function = next((own for part, own in _SOURCES.items() if part in data), "math_answer")
-    manager = draft.first(
-        ("reward.reward_manager.name", "reward_model.reward_manager"), "reward_model.reward_manager"
-    )
-    if draft.text(manager) == "dapo":
-        function = "dapo_math"
-    if draft.text(manager, "naive") not in ("naive", "dapo", "parallel", "batch"):
-        draft.lose(
-            manager,
-            "there is no such reward: docs/rewards.md has those that there are, and how to write "
-            "one",
-        )
-    draft.set(
-        "rewards.function",
-        f"siirl_dask.rewards:{function}",
-        manager,
-        note="by the dataset's name; check it",
-    )
-    custom = draft.first(("custom_reward_function.path", "reward.custom_reward_function.path"), "")
-    if custom:
-        draft.open_questions.append(f"rewards.function: {draft.text(custom)} is to be written as reward(prompt, "
-                                    "response, answer, **columns)")  # fmt: skip
-
-
-def _set_overlong(draft: Draft) -> None:
-    """Add DAPO's penalty of long responses as a node."""
-    prefix = next(
-        (one for one in _OVERLONG if draft.has(f"{one}.enable", f"{one}.len")), _OVERLONG[0]
-    )
-    if not draft.flag(f"{prefix}.enable", draft.has(f"{prefix}.len")):
-        return
-    names = [f"{prefix}.{name}" for name in ("enable", "len", "penalty_factor")]
-    options: dict[str, Any] = {
-        "buffer": int(draft.number(names[1], 512)),
-        "factor": draft.number(names[2], 1.0),
-    }
-    if "dags/dapo.yaml" in draft.bases:
-        draft.nodes["reward"] = {"with": options}
-    else:
-        options = {"max_length": "${rollout.max_response_length}", **options}
-        draft.nodes["overlong"] = {
-            "run": "siirl_dask.nodes:penalise_overlong", "role": "reward", "after": "reward", "with": options,
-        }  # fmt: skip
-        after = draft.nodes.get("advantage", {}).get("after", ["reward", "old_logprobs"])
-        changed = ["overlong" if one == "reward" else one for one in after]
-        draft.nodes["advantage"] = {**draft.nodes.get("advantage", {}), "after": changed}
-    for name in names:
-        draft.became(name, "nodes.overlong")
 
 
 def _set_observation(draft: Draft) -> None:
@@ -271,13 +241,17 @@ def _set_observation(draft: Draft) -> None:
                 f"observe.backends: there is no backend {', '.join(others)} (docs/monitoring.md)"
             )
     every = int(draft.number("trainer.save_freq", -1))
-    none = "no checkpoint: the model is lost when the run ends, and a run that stops cannot resume"
-    draft.set(
-        "checkpoint.every", max(0, every), "trainer.save_freq", note="" if every > 0 else none
+    note = ""
+    if every <= 0:
+        note = (
+            "no checkpoint: the model is lost when the run ends, and a run that stops cannot resume"
+        )
+    draft.set("checkpoint.every", max(0, every), "trainer.save_freq", note=note)
+    draft.hold_or_lose(
+        "trainer.resume_mode",
+        "a run resumes by itself; siirl-dask run --fresh begins again",
+        holds=draft.text("trainer.resume_mode", "auto") == "auto",
     )
-    resume = draft.text("trainer.resume_mode", "auto")
-    reason = "a run resumes by itself; siirl-dask run --fresh begins again"
-    (draft.hold if resume == "auto" else draft.lose)("trainer.resume_mode", reason)
     draft.copy({"trainer.critic_warmup": "algorithm.critic_warmup_steps"})
 
 

@@ -79,7 +79,9 @@ def read_script(text: str, name: str, variables: Mapping[str, str]) -> Script:
         calls = [_call(way) for way in ways]
     except ConfigError as error:
         message = str(error)
-        raise ConfigError(message if message.startswith(name) else f"{name}: {message}") from error
+        if not message.startswith(name):
+            message = f"{name}: {message}"
+        raise ConfigError(message) from error
     different: list[ShellCall] = []
     seen: set[tuple[tuple[str, str], ...]] = set()
     for call in calls:
@@ -87,7 +89,9 @@ def read_script(text: str, name: str, variables: Mapping[str, str]) -> Script:
         if key not in seen:
             seen.add(key)
             different.append(call)
-    questions = _questions(ways, calls) if len(different) > 1 else []
+    questions = []
+    if len(different) > 1:
+        questions = _questions(ways, calls)
     return Script(different, questions)
 
 
@@ -192,12 +196,16 @@ def _option(text: Text, line: int) -> tuple[ShellOption, str]:
     unread: list[str] = []
     for piece in text:
         if isinstance(piece, str):
-            made.append(piece.lstrip("_-") if dated and made and not made[-1] else piece)
+            if dated and made and not made[-1]:
+                made.append(piece.lstrip("_-"))
+            else:
+                made.append(piece)
         elif piece.environment:
             made.append(f"${{oc.env:{piece.environment}}}")
         elif _DATE.fullmatch(piece.source) and _has_other_text(text):
             dated = piece.source
-            made[-1:] = [made[-1].rstrip("_-")] if made else []
+            if made:
+                made[-1] = made[-1].rstrip("_-")
         else:
             unread.append(piece.source)
             made.append(piece.source)
@@ -206,11 +214,10 @@ def _option(text: Text, line: int) -> tuple[ShellOption, str]:
 
 def _has_other_text(text: Text) -> bool:
     """Return whether the value of an option is more than the times in it."""
-    rest = "".join(piece if isinstance(piece, str) else "" for piece in text)
-    others = [
-        piece for piece in text if isinstance(piece, Symbol) and not _DATE.match(piece.source)
-    ]
-    return bool(others) if others else bool(rest.partition("=")[2].strip("_-/"))
+    if any(isinstance(piece, Symbol) and not _DATE.match(piece.source) for piece in text):
+        return True
+    rest = "".join(piece for piece in text if isinstance(piece, str))
+    return bool(rest.partition("=")[2].strip("_-/"))
 
 
 def _questions(ways: list[_Way], calls: list[ShellCall]) -> list[str]:
@@ -221,7 +228,9 @@ def _questions(ways: list[_Way], calls: list[ShellCall]) -> list[str]:
             subjects.setdefault(decision.subject, decision)
     relevant = [subject for subject in subjects if _matters(subject, ways, calls)]
     sentences = []
-    for subject in relevant if relevant else subjects:
+    if not relevant:
+        relevant = list(subjects)
+    for subject in relevant:
         decision = subjects[subject]
         lines = {
             one.line for way in ways for one in way.assumptions.decisions if one.subject == subject
@@ -241,8 +250,11 @@ def _questions(ways: list[_Way], calls: list[ShellCall]) -> list[str]:
                 f"{where}): {known_choices}; give {symbol.variable}=value after the file"
             )
         else:
-            name = symbol.variable if symbol.variable else symbol.source
-            advice = f"; give {name}=value after the file" if symbol.variable else ""
+            name = symbol.source
+            advice = ""
+            if symbol.variable:
+                name = symbol.variable
+                advice = f"; give {name}=value after the file"
             sentences.append(
                 f"{name} (line {symbol.line}) is what `{symbol.source}` prints, and options turn "
                 f"on it (line {where}): {known_choices}{advice}"

@@ -4,21 +4,31 @@ critic.
 
 from __future__ import annotations
 
+from typing import Any
+
+from siirl_dask.commands.migrate.ahead_rules import prompts_between_loads, update_rounds
 from siirl_dask.commands.migrate.draft import Draft
+from siirl_dask.commands.migrate.loss_rules import agg_mode, aggregation
+from siirl_dask.errors import counted
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
+_STYLES = ("lr_scheduler_type", "warmup_style", "lr_decay_style", "decay_type")
+"""Names of the schedule, by backend and version."""
+_SCHEDULES = {"veomni": "cosine", "torchtitan": "linear", "automodel": "cosine"}
+"""Schedules of verl's backends where none is given; the others' is constant."""
 
 
 def batch_size(draft: Draft) -> int:
     """Return the prompts of a step. Less than one is lost, and the step has one."""
     name = "data.train_batch_size"
+    if draft.given.ahead == "fully_async":
+        draft.hold(name, "the step is what is trained on between two loads of weights")
+        return prompts_between_loads(draft)
     if (size := int(draft.number(name, 1024))) < 1:
         reason = f"{draft.text(name)} is no number of prompts: expected at least 1"
         draft.lose(name, reason)
-        question = f"data.batch_size: {name}={reason}; 1 stands in"
-        if question not in draft.open_questions:
-            draft.open_questions.append(question)
+        draft.ask(f"data.batch_size: {name}={reason}; 1 stands in")
         return 1
     return size
 
@@ -50,38 +60,52 @@ def set_trainer(draft: Draft, ours: str, theirs: str, workers: int) -> None:
         draft.set(
             "algorithm.epochs", int(draft.number(f"{_ACTOR}.ppo_epochs", 1)), f"{_ACTOR}.ppo_epochs"
         )
-        _set_adapters(draft)
     _set_layout(draft, ours, theirs, workers)
+    if ours == "trainer":
+        _set_adapters(draft)
     _set_optimizer(draft, ours, f"{theirs}.optim")
-    model = _MODEL if ours == "trainer" else "critic.model"
+    model = "critic.model"
+    if ours == "trainer":
+        model = _MODEL
     checkpointing = f"{model}.enable_gradient_checkpointing"
     draft.set(
         f"{ours}.gradient_checkpointing", draft.flag(checkpointing, default=True), checkpointing
     )
-    clip = draft.first((f"{theirs}.grad_clip", f"{theirs}.optim.clip_grad"), f"{theirs}.grad_clip")
-    draft.set(
-        f"{ours}.max_grad_norm",
-        draft.number(clip, 1.0),
-        f"{theirs}.grad_clip",
-        f"{theirs}.optim.clip_grad",
-    )
+    _set_clip(draft, ours, theirs)
     _set_micro_batches(draft, ours, theirs)
     if ours == "critic":
         _set_critic(draft)
 
 
+def _set_clip(draft: Draft, ours: str, theirs: str) -> None:
+    """Set the limit of the gradient's norm, which verl reads by another name in each version."""
+    names = [f"{theirs}.{one}" for one in ("grad_clip", "optim.clip_grad", "optim.grad_clip")]
+    key = f"{ours}.max_grad_norm"
+    limits = {name: draft.number(name, 1.0) for name in names if draft.has(name)}
+    limit = next(iter(limits.values()), 1.0)
+    draft.set_from(key, limit, names)
+    if len({*limits.values()}) > 1:
+        shown = " or ".join(f"{value} ({name})" for name, value in limits.items())
+        draft.leave_open(key, f"{shown}: verl up to 0.7 reads the first, and 0.9 the last")
+
+
 def _set_layout(draft: Draft, ours: str, theirs: str, workers: int) -> None:
-    strategy = draft.text(f"{theirs}.strategy", "fsdp")
-    parts = ("fsdp", "model.fsdp_config") if ours == "critic" else ("fsdp_config",)
+    strategy = draft.text(f"{theirs}.strategy", draft.given.engine)
+    parts = ["fsdp_config"]
+    if ours == "critic":
+        parts = ["fsdp", "model.fsdp_config"]
     names = {
         option: draft.first(
             [f"{theirs}.{part}.{option}" for part in parts], f"{theirs}.{parts[0]}.{option}"
         )
         for option in ("param_offload", "optimizer_offload", "offload_policy", "fsdp_size")
     }
-    draft.set(
-        f"{ours}.backend", "megatron" if strategy == "megatron" else "fsdp", f"{theirs}.strategy"
-    )
+    backend = "fsdp"
+    if strategy == "megatron":
+        backend = strategy
+    draft.set(f"{ours}.backend", backend, f"{theirs}.strategy")
+    for name in ("model_engine", f"{_ACTOR}.model_engine"):
+        draft.became(name, f"{ours}.backend")
     if strategy == "megatron":
         _set_megatron(draft, ours, theirs)
     elif strategy not in ("fsdp", "fsdp2"):
@@ -99,7 +123,7 @@ def _set_layout(draft: Draft, ours: str, theirs: str, workers: int) -> None:
     elif size in (-1, workers):
         draft.hold(names["fsdp_size"], "the model is sharded over all workers of its role")
     else:
-        draft.lose(names["fsdp_size"], f"{size} is no divisor of {workers} workers")
+        draft.lose(names["fsdp_size"], f"{size} is no divisor of {counted(workers, 'worker')}")
     sequence = (
         f"{theirs}.ulysses_sequence_parallel_size",
         f"{theirs}.fsdp_config.ulysses_sequence_parallel_size",
@@ -141,7 +165,7 @@ def _set_megatron(draft: Draft, ours: str, theirs: str) -> None:
         "with Megatron weights and optimizer stay on the device: trainer.park is of torch and fsdp"
     )
     for name in (f"{prefix}.{one}_offload" for one in ("param", "optimizer", "grad")):
-        (draft.lose if draft.flag(name, default=False) else draft.hold)(name, reason)
+        draft.hold_or_lose(name, reason, holds=not draft.flag(name, default=False))
 
 
 def _set_experts(draft: Draft, ours: str, prefix: str) -> None:
@@ -166,7 +190,8 @@ def _set_experts(draft: Draft, ours: str, prefix: str) -> None:
 
 
 def _set_optimizer(draft: Draft, ours: str, theirs: str) -> None:
-    passes = minibatch_count(draft) * int(draft.number(f"{_ACTOR}.ppo_epochs", 1))
+    minibatches = minibatch_count(draft) // update_rounds(draft)
+    passes = minibatches * int(draft.number(f"{_ACTOR}.ppo_epochs", 1))
     draft.set(
         f"{ours}.lr",
         draft.number(f"{theirs}.lr", 1e-6 if ours == "trainer" else 1e-5),
@@ -183,55 +208,80 @@ def _set_optimizer(draft: Draft, ours: str, theirs: str) -> None:
     warmup = int(draft.number(steps, -1))
     if warmup <= 0:
         warmup = int(draft.number(ratio, 0.0) * int(draft.entries["run.steps"].value))
-    note = f"{warmup} training steps x {passes} optimizer steps" if warmup else ""
+    note = ""
+    if warmup:
+        trained = counted(warmup, "training step")
+        note = f"{trained} x {counted(passes, 'optimizer step')}"
     draft.set(f"{ours}.warmup_steps", warmup * passes, steps, ratio, note=note)
-    style = [f"{theirs}.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")]
-    name = draft.first(style, style[0])
-    schedule = draft.text(name, "constant")
-    if schedule not in ("constant", "linear", "cosine"):
-        draft.lose(name, f"there is no schedule {schedule!r}: constant, linear or cosine")
-        schedule = "constant"
-    draft.set_from(f"{ours}.schedule", schedule, style)
+    _set_schedule(draft, ours, theirs)
     if draft.has(f"{theirs}.lr_decay_steps"):
         draft.set(
             f"{ours}.total_steps",
             int(draft.number(f"{theirs}.lr_decay_steps", 1)) * passes,
             f"{theirs}.lr_decay_steps",
         )
-    if draft.has(f"{theirs}.min_lr_ratio"):
-        draft.set(
-            f"{ours}.min_lr_ratio",
-            draft.number(f"{theirs}.min_lr_ratio", 0.0),
-            f"{theirs}.min_lr_ratio",
-        )
-    elif draft.has(f"{theirs}.min_lr"):
-        rate = draft.entries[f"{ours}.lr"].value
-        if rate > 0:
-            least = draft.number(f"{theirs}.min_lr", 0.0) / rate
-            draft.set(f"{ours}.min_lr_ratio", least, f"{theirs}.min_lr")
-        else:
-            draft.lose(f"{theirs}.min_lr", f"it is a part of the rate, and {theirs}.lr is {rate:g}")
+    _set_least_rate(draft, ours, theirs)
     _set_kind(draft, ours, f"{theirs}.optimizer")
+
+
+def _set_schedule(draft: Draft, ours: str, theirs: str) -> None:
+    """Set the schedule, whose default is each backend's own."""
+    key = f"{ours}.schedule"
+    names = [f"{theirs}.{name}" for name in _STYLES]
+    name = draft.first(names, names[0])
+    backend = draft.text(f"{theirs.removesuffix('.optim')}.strategy", draft.given.engine)
+    schedule = draft.text(name, _SCHEDULES.get(backend, "constant"))
+    if schedule in ("constant", "linear", "cosine"):
+        draft.set_from(key, schedule, names)
+    else:
+        draft.set_from(key, "constant", names)
+        draft.leave_out(
+            name, f"there is no schedule {schedule!r}: constant, linear or cosine", [key]
+        )
+    cycles = f"{theirs}.num_cycles"
+    if schedule == "cosine" and draft.number(cycles, 0.5) != 0.5:
+        draft.leave_out(cycles, "a cosine falls once, by half a cycle", [key])
+    draft.hold(cycles, "half a cycle is how it is")
+
+
+def _set_least_rate(draft: Draft, ours: str, theirs: str) -> None:
+    """Set the rate at which a schedule ends: a share of the highest one, or a rate itself."""
+    key = f"{ours}.min_lr_ratio"
+    shares = [f"{theirs}.{name}" for name in ("min_lr_ratio", "min_lr_factor")]
+    rates = [f"{theirs}.{name}" for name in ("min_lr", "lr_min")]
+    share = draft.first(shares, "")
+    least = draft.first(rates, "")
+    if share:
+        draft.set_from(key, draft.number(share, 0.0), shares)
+        return
+    if not least:
+        return
+    rate = draft.entries[f"{ours}.lr"].value
+    if rate > 0:
+        draft.set_from(key, draft.number(least, 0.0) / rate, rates)
+    else:
+        draft.lose(least, f"it is a part of the rate, and {theirs}.lr is {rate:g}")
 
 
 def _set_kind(draft: Draft, ours: str, theirs: str) -> None:
     """Set the optimizer, which is AdamW unless Muon was given and has whole matrices to step."""
+    key = f"{ours}.optimizer"
     kind = draft.text(theirs, "AdamW").lower()
     if kind in ("adam", "adamw"):
         draft.hold(theirs, "AdamW is the default here")
-    elif kind != "muon":
-        draft.lose(theirs, "there is no such optimizer: AdamW or Muon")
+        return
+    if kind != "muon":
+        reason = "there is no such optimizer: AdamW or Muon"
     elif draft.entries[f"{ours}.backend"].value == "megatron":
-        draft.lose(theirs, "the backend megatron steps by AdamW: docs/training.md")
+        reason = "the backend megatron steps by AdamW: docs/training.md"
     elif f"{ours}.lora.rank" in draft.entries:
-        draft.lose(theirs, "Muon steps no adapters: docs/training.md")
+        reason = "Muon steps no adapters: docs/training.md"
     else:
-        draft.set(
-            f"{ours}.optimizer",
-            "muon",
-            theirs,
-            note="its steps are as long as AdamW's, so give AdamW's rate",
-        )
+        note = "its steps are as long as AdamW's, so give AdamW's rate"
+        draft.set(key, "muon", theirs, note=note)
+        return
+    draft.set(key, "adamw", theirs)
+    draft.leave_out(theirs, reason, [key])
 
 
 def _set_micro_batches(draft: Draft, ours: str, theirs: str) -> None:
@@ -257,7 +307,9 @@ def _set_micro_batches(draft: Draft, ours: str, theirs: str) -> None:
         draft.hold(rows, "use_dynamic_bsz counts tokens")
     else:
         count = int(draft.number(rows, 1))
-        draft.set(key, count * longest, rows, dynamic, note=f"{count} rows x {longest} tokens")
+        draft.set(
+            key, count * longest, rows, dynamic, note=f"{counted(count, 'row')} x {longest} tokens"
+        )
         draft.hold(tokens, "it counts with use_dynamic_bsz alone")
 
 
@@ -266,11 +318,13 @@ def _set_adapters(draft: Draft) -> None:
     alpha = draft.first((f"{_MODEL}.lora_alpha", f"{_MODEL}.lora.alpha"), f"{_MODEL}.lora_alpha")
     targets = f"{_MODEL}.target_modules"
     adapters = f"{_MODEL}.lora_adapter_path"
-    if draft.text(f"{_ACTOR}.strategy") == "megatron":
+    if draft.text(f"{_ACTOR}.strategy", draft.given.engine) == "megatron":
         reason = "the backend megatron has none: docs/training.md"
-        for name in (rank, adapters, f"{_MODEL}.use_liger", f"{_ACTOR}.freeze_vision_tower"):
+        for name in (rank, adapters, f"{_ACTOR}.freeze_vision_tower"):
             if draft.value(name) not in (None, 0, False):
-                draft.lose(name, reason)
+                draft.leave_out(name, reason, ["trainer.backend"])
+        if draft.value(f"{_MODEL}.use_liger") not in (None, 0, False):
+            draft.lose(f"{_MODEL}.use_liger", reason)
         return
     if int(draft.number(rank, 0)) > 0:
         draft.set("trainer.lora.rank", int(draft.number(rank, 0)), rank)
@@ -299,11 +353,22 @@ def _set_adapters(draft: Draft) -> None:
 
 def _set_critic(draft: Draft) -> None:
     clip = draft.number("critic.cliprange_value", 0.5)
-    draft.nodes["update_critic"] = {
-        "with": {"loss": {"run": "siirl_dask.algorithms:value_clip", "with": {"clip": clip}}}
+    options: dict[str, Any] = {
+        "loss": {"run": "siirl_dask.algorithms:value_clip", "with": {"clip": clip}}
     }
-    draft.became("critic.cliprange_value", "nodes.update_critic")
-    same = draft.text("critic.model.path") == draft.text(f"{_MODEL}.path")
-    (draft.hold if same else draft.lose)(
-        "critic.model.path", "the critic begins as the policy's model with a head of zeros"
+    # verl's critic follows the policy; token_mean is the node's own
+    default = "token-mean"
+    if draft.given.system == "verl":
+        default = agg_mode(draft)
+    mode = draft.text("critic.loss_agg_mode", default)
+    function, chosen = aggregation(draft, mode, "critic.loss_scale_factor")
+    if function != "token_mean":
+        options["aggregate"] = {"run": f"siirl_dask.algorithms:{function}", "with": chosen}
+    draft.nodes["update_critic"] = {"with": options}
+    for name in ("cliprange_value", "loss_agg_mode", "loss_scale_factor"):
+        draft.became(f"critic.{name}", "nodes.update_critic")
+    draft.hold_or_lose(
+        "critic.model.path",
+        "the critic begins as the policy's model with a head of zeros",
+        holds=draft.text("critic.model.path") == draft.text(f"{_MODEL}.path"),
     )

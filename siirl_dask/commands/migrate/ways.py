@@ -28,7 +28,7 @@ def mark_followers(draft: Draft, probed: Draft, name: str) -> None:
             draft.entries[key] = replace(entry, to_decide=f"{reason}, or it is left out")
             draft.open_questions.append(f"{key}: {reason}: write the value, or leave it out")
     if draft.bases != probed.bases:
-        draft.open_questions.append(f"base: {reason}")
+        draft.ask(f"base: {reason}")
 
 
 def merged(drafts: Sequence[Draft]) -> Draft:
@@ -72,7 +72,9 @@ def _values(drafts: Sequence[Draft], key: str) -> dict[str, str]:
 def _shown(entry: DraftEntry | None) -> str:
     if entry is None:
         return _LEFT_OUT
-    return entry.to_decide if entry.to_decide else scalar(entry.value)
+    if entry.to_decide:
+        return entry.to_decide
+    return scalar(entry.value)
 
 
 def _origin(drafts: Sequence[Draft], key: str) -> str:
@@ -80,13 +82,15 @@ def _origin(drafts: Sequence[Draft], key: str) -> str:
     lines: set[int] = set()
     for draft in drafts:
         entry = draft.entries.get(key)
-        names = () if entry is None else entry.sources
-        lines.update(draft.given.lines.get(name, 0) for name in names)
+        if entry is not None:
+            lines.update(draft.given.lines.get(name, 0) for name in entry.sources)
     lines.discard(0)
     assumed = " or ".join(dict.fromkeys(draft.given.assumed for draft in drafts[:4]))
     if not lines:
         return assumed
-    word = "line" if len(lines) == 1 else "lines"
+    word = "lines"
+    if len(lines) == 1:
+        word = "line"
     return f"{word} {', '.join(map(str, sorted(lines)))}: {assumed}"
 
 

@@ -19,7 +19,10 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
         "model", metavar="RUN_OR_MODEL", help="a run's folder or URL, or a Hugging Face folder"
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="such as validation.top_p=0.9"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="such as validation.top_p=0.9",
     )
     parser.add_argument(
         "--prompt", metavar="TEXT", help="answer this one, and end; default: lines of the input"
@@ -29,7 +32,10 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
         "--raw", action="store_true", help="continue the text as it is, without the chat template"
     )
     parser.add_argument(
-        "--step", type=int, metavar="S", help="checkpoint of a run; default: the newest"
+        "--step",
+        type=int,
+        metavar="S",
+        help="checkpoint of a run; default: the newest",
     )
     parser.add_argument(
         "--role", metavar="ROLE", help="role of a run whose model answers; default: policy"

@@ -12,7 +12,10 @@ def add_clean(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     parser.add_argument(
-        "--keep-stages", type=int, metavar="N", help="rows of the N newest steps; default: of all"
+        "--keep-stages",
+        type=int,
+        metavar="N",
+        help="rows of the N newest steps; default: of all",
     )
     parser.add_argument("--replays", action="store_true", help="tables of replays as well")
 

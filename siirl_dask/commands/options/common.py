@@ -40,5 +40,7 @@ def add_cluster_option(parser: argparse.ArgumentParser) -> None:
 
 def overrides_of(options: argparse.Namespace) -> list[str]:
     """Return the overrides ``key=value``, with that of ``--cluster`` first."""
-    cluster = [] if options.cluster is None else [f"cluster.spec={json.dumps(options.cluster)}"]
+    cluster = []
+    if options.cluster is not None:
+        cluster = [f"cluster.spec={json.dumps(options.cluster)}"]
     return [*cluster, *options.overrides]

@@ -30,7 +30,9 @@ def print_completion(options: argparse.Namespace) -> None:
 
     parser = whole_parser()
     for action in actions_of(parser):
-        placeholder = action.metavar if isinstance(action.metavar, str) else None
+        placeholder = None
+        if isinstance(action.metavar, str):
+            placeholder = action.metavar
         if placeholder in _FILES and action.choices is None:
             action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab looks for it there
     print(shtab.complete(parser, options.shell))

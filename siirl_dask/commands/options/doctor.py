@@ -10,7 +10,10 @@ from siirl_dask.commands.options.common import CONFIG, add_overrides, overrides_
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
-        "config", nargs="?", metavar="CONFIG", help=f"{CONFIG}; default: this machine alone"
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help=f"{CONFIG}; default: this machine alone",
     )
     add_overrides(parser, "such as cluster.address=tcp://host:8786")
     parser.add_argument(

@@ -31,10 +31,16 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser, "such as data.prompt=question")
     add_cluster_option(parser)
     parser.add_argument(
-        "--data", metavar="URL", required=True, help="dataset: Parquet, or a table of siirl_storage"
+        "--data",
+        metavar="URL",
+        required=True,
+        help="dataset: Parquet, or a table of siirl_storage",
     )
     parser.add_argument(
-        "--step", type=int, metavar="S", help="checkpoint of a run; default: the newest"
+        "--step",
+        type=int,
+        metavar="S",
+        help="checkpoint of a run; default: the newest",
     )
     parser.add_argument(
         "--out",

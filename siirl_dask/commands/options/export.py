@@ -15,7 +15,10 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("to", metavar="DEST", help="a folder or URL where there is nothing yet")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="step of the checkpoint; default: the newest"
+        "--step",
+        type=int,
+        metavar="N",
+        help="step of the checkpoint; default: the newest",
     )
     parser.add_argument("--role", default="policy", metavar="ROLE", help="default: policy")
     parser.add_argument(
@@ -49,5 +52,7 @@ def run_export(options: argparse.Namespace) -> None:
         adapter=options.adapter,
         verify=options.verify,
     )
-    verified = ", and gives the log-probs of its weights" if options.verify else ""
+    verified = ""
+    if options.verify:
+        verified = ", and gives the log-probs of its weights"
     print(f"{options.role} of step {step} is in {options.to}{verified}")

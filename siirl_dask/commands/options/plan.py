@@ -24,14 +24,20 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser, "such as trainer.lr=2e-6")
     add_cluster_option(parser)
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="for N workers, whatever CONFIG says"
+        "--workers",
+        type=int,
+        metavar="N",
+        help="for N workers, whatever CONFIG says",
     )
     parser.add_argument(
         "--hosts", metavar="4x8", help="for 4 hosts with 8 workers each; or a list, 8,8,4"
     )
     parser.add_argument("--device-memory", metavar="80GB", help="memory of a worker's accelerator")
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="accelerators of a host; default: all workers'"
+        "--devices",
+        type=int,
+        metavar="N",
+        help="accelerators of a host; default: all workers'",
     )
     parser.add_argument(
         "--on", metavar="h100", help="estimate seconds: cpu, h100, h200, a100, 4090 or 910b"
@@ -47,7 +53,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="figure of the device",
     )
     parser.add_argument(
-        "--format", choices=("text", "json", "svg"), default="text", help="default: text"
+        "--format",
+        choices=("text", "json", "svg"),
+        default="text",
+        help="default: text",
     )
     parser.add_argument(
         "--analyze", metavar="RUN", help="beside it, what this run of the plan has measured"
@@ -77,7 +86,9 @@ def _plan(options: argparse.Namespace) -> None:
     from siirl_dask.config.file import load_config_file
     from siirl_dask.devices import check_plugins
 
-    hosts = None if options.hosts is None else read_hosts(options.hosts, options.workers)
+    hosts = None
+    if options.hosts is not None:
+        hosts = read_hosts(options.hosts, options.workers)
     overrides = [*overrides_of(options), *_scaled(options, hosts)]
     file = load_config_file(options.config, overrides)
     check_plugins()
@@ -104,7 +115,9 @@ def _plan(options: argparse.Namespace) -> None:
 def _scaled(options: argparse.Namespace, hosts: list[int] | None) -> list[str]:
     """Return the overrides of ``--workers``, ``--hosts`` and ``--device-memory``."""
     workers = options.workers if hosts is None else sum(hosts)
-    scaled = [] if workers is None else [f"cluster.workers={workers}"]
+    scaled = []
+    if workers is not None:
+        scaled = [f"cluster.workers={workers}"]
     if options.device_memory is not None:
         scaled.append(f"cluster.device_memory={options.device_memory}")
     return scaled

@@ -14,7 +14,11 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=RUN)
     add_overrides(parser, "where to run, such as cluster.workers=2")
     parser.add_argument(
-        "--from", dest="first", metavar="NODE", required=True, help="node to begin with"
+        "--from",
+        dest="first",
+        metavar="NODE",
+        required=True,
+        help="node to begin with",
     )
     parser.add_argument(
         "--steps",

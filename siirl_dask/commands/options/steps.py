@@ -30,7 +30,9 @@ def steps_between(text: str) -> range:
         )
     if not colon:
         return one_step(first)
-    start = int(first) if first else 0
+    start = 0
+    if first:
+        start = int(first)
     stop = int(last) + 1 if last else sys.maxsize
     steps = range(start, stop)
     if not steps:

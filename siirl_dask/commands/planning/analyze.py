@@ -19,7 +19,7 @@ from siirl_dask.errors import ConfigError, DataError, UserError, counted
 from siirl_dask.estimates.analysis import Analysis, Compared, analyze, mean_lengths
 from siirl_dask.estimates.memory import WorkerMemory, sizes_of
 from siirl_dask.observe import read_metrics
-from siirl_dask.observe.trace.measured import Measured, measure
+from siirl_dask.observe.trace.step_averages import Measured, measure
 from siirl_dask.planner import Phase, dag_from_spec
 from siirl_dask.planner.spec.ecosystems import names_package
 from siirl_dask.runs.reader import open_run
@@ -59,7 +59,9 @@ def analyze_run(url: str, form: str, timing: TimingOptions, *, trust: bool = Fal
     run = open_run(url)
     config = run.config
     if not trust and (named := sorted(_foreign([run.dag, _engines_and_backends(config)]))):
-        more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+        more = ""
+        if len(named) > 1:
+            more = f" and {len(named) - 1} more"
         raise ConfigError(
             f"run {url!r} names code that is not of siirl_dask: {named[0]!r}{more}. To plan it "
             "that code is imported and runs here, whoever wrote it: give --trust if you know it, "
@@ -86,7 +88,9 @@ def analyze_run(url: str, form: str, timing: TimingOptions, *, trust: bool = Fal
     ]
     lengths = mean_lengths(records, config.rollout.max_response_length)
     resolved = timing.resolve(config)
-    speed = None if resolved is None else resolved.speed
+    speed = None
+    if resolved is not None:
+        speed = resolved.speed
     if resolved is not None and (timing.tokens is not None or lengths is None):
         lengths = resolved.lengths
     found = analyze(
@@ -138,7 +142,10 @@ def _measured(url: str) -> Measured:
     trace = read_trace(url, most_bytes=_BYTES, most_parts=_PARTS)
     # the first one compiles, and fills caches
     later = [span for span in trace.spans if span.step > 1]
-    if (measured := measure(later) or measure(trace.spans)) is None:
+    measured = measure(later)
+    if measured is None:
+        measured = measure(trace.spans)
+    if measured is None:
         raise DataError(f"{url!r}: its trace has no training step (it has: {trace.steps})")
     return measured
 
@@ -183,14 +190,18 @@ def _text(config: Config, found: Analysis, notes: Sequence[str], device: str | N
 
 def _edges(found: Analysis) -> str:
     lengths = found.lengths
-    mean = "" if lengths is None else f" of {lengths.prompt:.0f} + {lengths.response:.0f} tokens"
+    mean = ""
+    if lengths is not None:
+        mean = f" of {lengths.prompt:.0f} + {lengths.response:.0f} tokens"
     title = (
         f"In an average step. Bytes: at most; for rows{mean}, as if each row moved; and what came "
         "from other workers"
     )
     rows = []
     for edge in found.edges:
-        unknown = f" without {', '.join(edge.unknown)}" if edge.unknown and edge.moves else ""
+        unknown = ""
+        if edge.unknown and edge.moves:
+            unknown = f" without {', '.join(edge.unknown)}"
         rows.append(
             (
                 f"{edge.source} -> {edge.target}",
@@ -208,17 +219,17 @@ def _edges(found: Analysis) -> str:
 
 def _rows(rows: Compared) -> str:
     if rows.measured is None:
-        return "-" if rows.estimated is None else f"{rows.estimated:.0f} planned"
+        if rows.estimated is None:
+            return "-"
+        return f"{rows.estimated:.0f} planned"
     of = "" if rows.estimated is None or not rows.deviates else f" of {rows.estimated:.0f} {_MARK}"
     return f"{rows.measured:.0f}{of}"
 
 
 def _nodes(found: Analysis, device: str | None) -> str:
-    on = (
-        "not estimated (--on cpu or another device)"
-        if device is None
-        else f"estimated for {device}"
-    )
+    on = "not estimated (--on cpu or another device)"
+    if device is not None:
+        on = f"estimated for {device}"
     title = (
         f"Seconds of the slowest worker, without its waits; {on}.\nMemory: most of a process at "
         "the node's end"
@@ -260,7 +271,9 @@ def _memory(found: Analysis) -> str:
     ]
     recorded = any(group.bytes.measured is not None for group in found.memory)
     title = "Memory of a worker: at most, and the most that its process had at the end of a node"
-    missing = "" if recorded else "; this run did not record it"
+    missing = "; this run did not record it"
+    if recorded:
+        missing = ""
     note = "What an accelerator holds, and peaks within a node, are not measured."
     return f"{title}{missing}\n{table(('workers', 'roles', 'at most', 'measured', 'ratio'), rows)}\n{note}"
 
@@ -268,17 +281,15 @@ def _memory(found: Analysis) -> str:
 def _splits(config: Config, found: Analysis, device: str | None) -> str:
     workers = len(found.measured.workers)
     if not found.splits:
-        return (
-            "There is no other split: one worker, or no node that generates."
-            if workers == 1
-            else "Not known."
-        )
+        if workers == 1:
+            return "There is no other split: one worker, or no node that generates."
+        return "Not known."
     how = (
         "a role's work is divided evenly among its workers, as if each had a device of its own "
         "(--on takes the performance model instead)"
-        if device is None
-        else f"measured seconds change as the performance model says for {device}"
     )
+    if device is not None:
+        how = f"measured seconds change as the performance model says for {device}"
     now = found.measured.seconds
     faster = [one for one in found.splits if one.seconds < _GAIN * now][:_SHOWN]
     title = fill(f"Supposing that {how}; whether it fits was not looked at.", _LINE)
@@ -297,16 +308,22 @@ def _splits(config: Config, found: Analysis, device: str | None) -> str:
 
 
 def _bytes(count: float | None) -> str:
-    return "-" if count is None else readable_bytes(round(count))
+    if count is None:
+        return "-"
+    return readable_bytes(round(count))
 
 
 def _seconds(value: float | None) -> str:
-    return "-" if value is None else duration(value)
+    if value is None:
+        return "-"
+    return duration(value)
 
 
 def _ratio(one: Compared) -> str:
     if one.ratio is None:
-        return _MARK if one.deviates else "-"
+        if one.deviates:
+            return _MARK
+        return "-"
     return f"{one.ratio:.2f}{' ' + _MARK if one.deviates else ''}"
 
 

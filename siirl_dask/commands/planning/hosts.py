@@ -100,9 +100,14 @@ def _roles(plan: Plan) -> str:
 def _edges(plan: Plan, links: Sequence[EdgeLinks]) -> str:
     rows = []
     for one in links:
-        marked = f", and {', '.join(one.unknown)}?" if one.unknown else ""
-        in_all = f"{readable_bytes(sum(one.bytes.values()))}{marked}" if one.counted else "?"
-        most = readable_bytes(max(one.bytes.values(), default=0)) if one.counted else "?"
+        marked = ""
+        if one.unknown:
+            marked = f", and {', '.join(one.unknown)}?"
+        in_all = "?"
+        most = "?"
+        if one.counted:
+            in_all = f"{readable_bytes(sum(one.bytes.values()))}{marked}"
+            most = readable_bytes(max(one.bytes.values(), default=0))
         rows.append((f"{one.edge.source} -> {one.edge.target}", str(len(one.bytes)), most, in_all))
     return table(("edge", "links", "most on one", "in all"), rows)
 

@@ -127,4 +127,6 @@ class Estimated:
 def _seconds(value: float) -> str:
     if value >= 100:
         return f"{value:,.0f}"
-    return f"{value:.2g}" if value < 10 else f"{value:.1f}"
+    if value < 10:
+        return f"{value:.2g}"
+    return f"{value:.1f}"

@@ -70,7 +70,7 @@ def find_functions_here() -> None:
 @contextmanager
 def files_named() -> Iterator[None]:
     """Turn errors of the operating system into a SiirlError of one sentence, with the file and
-    what to do.
+    what to do, and so those of a store, which each driver has of its own.
     """
     try:
         yield
@@ -79,9 +79,28 @@ def files_named() -> Iterator[None]:
         raise
     except OSError as error:
         if error.filename is None and error.errno not in _REMEDIES:
+            _raise_if_of_store(error)
             raise  # of a connection, a process or a thread: no file that a user can mend
         _forget_unwritable_output()
         raise SiirlError(_sentence(error)) from error
+    except SiirlError:
+        raise
+    except Exception as error:
+        _raise_if_of_store(error)
+        raise
+
+
+def _raise_if_of_store(error: Exception) -> None:
+    # pyarrow and fsspec, which the help of a command need not wait for
+    from siirl_storage import is_of_store
+
+    if is_of_store(error):
+        tries = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        raise SiirlError(
+            f"a store cannot be read or written: {type(error).__name__}: {error}{tries}; it is that "
+            "of a URL of the command, or of its configuration: the name, the credentials or the "
+            "connection do not do"
+        ) from error
 
 
 def _sentence(error: OSError) -> str:
@@ -92,7 +111,9 @@ def _sentence(error: OSError) -> str:
     reason = error.strerror
     if not reason:
         reason = str(error) if str(error) else type(error).__name__
-    remedy = "" if error.errno is None else _REMEDIES.get(error.errno, "")
+    remedy = ""
+    if error.errno is not None:
+        remedy = _REMEDIES.get(error.errno, "")
     return f"{where or 'reading or writing'}: {reason}{'; ' if remedy else ''}{remedy}"
 
 

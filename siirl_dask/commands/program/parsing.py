@@ -26,7 +26,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     there is not.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    name = words[0] if words else "--help"
+    name = "--help"
+    if words:
+        name = words[0]
     if name in ("-h", "--help"):
         print(help_text())
         sys.exit(0)
@@ -34,7 +36,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         print(f"siirl_dask {__version__}")
         sys.exit(0)
     if name not in COMMANDS:
-        what = "option" if name.startswith("-") else "command"
+        what = "command"
+        if name.startswith("-"):
+            what = "option"
         hint = did_you_mean(name, ["--help", "--version", *COMMANDS])
         print(
             f"error: no {what} {name!r} (`{_PROGRAM} --help` lists all commands){hint}",

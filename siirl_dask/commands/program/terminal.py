@@ -10,4 +10,6 @@ def output_columns() -> int:
     """Return the columns of the terminal that shows standard output; no bound for a pipe or a
     file.
     """
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    if sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    return sys.maxsize

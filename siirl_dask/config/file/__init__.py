@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 
 from siirl_dask.config import Config
 from siirl_dask.config.file.agents import merged_agents, whole_agents
+from siirl_dask.config.file.blame import WrittenParts
 from siirl_dask.config.file.cluster_spec import ClusterSpec, read_cluster_spec
 from siirl_dask.config.file.coerce import config_of, defaults, escaped, plain
 from siirl_dask.config.file.foreign import foreign_value, foreign_values
@@ -51,7 +52,7 @@ from siirl_dask.config.file.objects import (
     name_of,
     object_layers,
 )
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.wording import redacted
 
 __all__ = [
@@ -106,6 +107,15 @@ class ConfigFile:
     """File and line, or override, of each node, for errors."""
     validation_node_places: list[str] = field(default_factory=list)
     """File and line, or override, of each validation node, for errors."""
+    written: WrittenParts = field(default_factory=WrittenParts)
+
+    def blamed(self, error: PlanError) -> PlanError:
+        """Return an error of the DAG's, which begins with the places of the keys that it is about,
+        where these were set by somebody.
+        """
+        values = plain(self.config)
+        keys = {f"{group}.{key}": item for group in GROUPS for key, item in values[group].items()}
+        return PlanError(self.written.blamed(str(error), keys))
 
 
 def load(source: ConfigSource, overrides: Sequence[str] = ()) -> Config:
@@ -218,6 +228,7 @@ def _assemble(layers: Sequence[Layer], name: str, data_url: str | None = None) -
         role_places=_role_places(layers),
         node_places=nodes.places_of(training_nodes),
         validation_node_places=validation.places_of(validation_nodes),
+        written=_written(layers, values, [nodes, validation]),
     )
 
 
@@ -255,7 +266,9 @@ def _container(value: Any, kind: type[Any], key: str, path: object) -> Any:
             f"{path}: {key}={value!r}: expected a "
             f"{'list' if kind is list else 'mapping by role name'}"
         )
-    return kind() if value is None else value
+    if value is None:
+        return kind()
+    return value
 
 
 def _role_places(layers: Sequence[Layer]) -> dict[str, str]:
@@ -282,6 +295,19 @@ def _removed_roles(layers: Sequence[Layer]) -> set[str]:
                 there.add(name)
                 removed.discard(name)
     return removed
+
+
+def _written(
+    layers: Sequence[Layer], values: Mapping[str, Any], lists: Sequence[NodeList]
+) -> WrittenParts:
+    places: dict[str, tuple[int, str]] = {}
+    for number, layer in enumerate(layers):
+        for group, inner in layer.values.items():
+            if group in GROUPS and isinstance(inner, dict):
+                places |= {f"{group}.{key}": (number, layer.place(group, key)) for key in inner}
+    specs = [spec for part in lists if isinstance(part.items, list) for spec in part.items]
+    roles = values.get("roles")
+    return WrittenParts(roles if isinstance(roles, dict) else {}, specs, places)
 
 
 def _origins(layers: Sequence[Layer]) -> dict[str, str]:

@@ -52,8 +52,12 @@ def whole_agents(agents: Mapping[str, Any], values: Mapping[str, Any]) -> dict[s
         origin = shared
         if not shared:
             origin = bases[name]
-        below = whole.get(origin, values) if isinstance(origin, str) else values
-        several = {"rollout": {"n": 1}} if whole else {}
+        below = values
+        if isinstance(origin, str):
+            below = whole.get(origin, values)
+        several = {}
+        if whole:
+            several = {"rollout": {"n": 1}}
         whole[name] = {"share": shared, "base": _over_base(bases, bases[name] or name)}
         for group, kind in OWN.items():
             over = merged(several.get(group, {}), own.get(group) or {}, 1, kind)
@@ -67,7 +71,9 @@ def _first(base: Any) -> Any:
     """
     if not isinstance(base, list):
         return base
-    return base[0] if base else None
+    if base:
+        return base[0]
+    return None
 
 
 def _over_base(bases: Mapping[str, Any], first: Any) -> list[Any]:
@@ -75,4 +81,6 @@ def _over_base(bases: Mapping[str, Any], first: Any) -> list[Any]:
     base.
     """
     others = [name for name, base in bases.items() if base == first]
-    return [first, *(name for name in others if name != first)] if others else []
+    if others:
+        return [first, *(name for name in others if name != first)]
+    return []

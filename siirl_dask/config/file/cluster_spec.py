@@ -51,7 +51,8 @@ def read_cluster_spec(path: str) -> ClusterSpec:
         raise ConfigError(
             f"{where}: expected YAML with class and kwargs, and it holds a {type(loaded).__name__}"
         )
-    if unknown := [str(key) for key in loaded if key not in _KEYS]:
+    unknown = [str(key) for key in loaded if key not in _KEYS]
+    if unknown:
         hint = did_you_mean(unknown[0], _KEYS)
         raise ConfigError(f"{where}: unknown key {unknown[0]!r} (keys: {', '.join(_KEYS)}){hint}")
     name = loaded.get("class")

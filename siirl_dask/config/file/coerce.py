@@ -24,14 +24,18 @@ def defaults(kind: type[Any]) -> dict[str, Any]:
 
 
 def config_of(
-    parts: Interpolations, raw: Mapping[str, Any], origins: Mapping[str, str], path: str
+    parts: Interpolations,
+    raw: Mapping[str, Any],
+    origins: Mapping[str, str],
+    path: str,
 ) -> Config:
     """Return the Config of ``parts``, which were made of ``raw``. ConfigError for a missing or
     wrong value.
     """
-    if missing := [
+    missing = [
         f"{group}.{key}" for group in GROUPS for key, value in raw[group].items() if value == "???"
-    ]:
+    ]
+    if missing:
         raise ConfigError(
             f"{path}: {', '.join(missing)}: a value is needed; write it there, or add "
             f"{missing[0]}=..."

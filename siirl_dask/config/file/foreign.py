@@ -4,6 +4,7 @@ itself can resolve.
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 from typing import Any
 
@@ -14,6 +15,8 @@ from yaml import MarkedYAMLError, YAMLError
 from siirl_dask.config.file.layers import first_line, override
 from siirl_dask.errors import ConfigError
 
+_BASE_60 = re.compile(r"\s*[-+]?\d+(:\d+)+\s*")
+
 
 def foreign_values(text: str, name: str) -> dict[str, Any]:
     """Return the mapping of a YAML text that errors call ``name``. An interpolation that asks for
@@ -23,7 +26,9 @@ def foreign_values(text: str, name: str) -> dict[str, Any]:
     try:
         tree = OmegaConf.load(StringIO(text))
     except MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        line = 1
+        if error.problem_mark:
+            line = error.problem_mark.line + 1
         raise ConfigError(f"{name}:{line}: not YAML: {error.problem}") from error
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{name}: not YAML: {first_line(error)}") from error
@@ -35,8 +40,10 @@ def foreign_values(text: str, name: str) -> dict[str, Any]:
 
 def foreign_value(text: str) -> Any:
     """Return the value of ``text`` as the right side of ``key=value``: a number, a list, or the
-    text itself.
+    text itself. ``1:30`` is a text, as on Hydra's command line, where YAML 1.1 has base 60.
     """
+    if _BASE_60.fullmatch(text):
+        return text
     try:
         return override(f"group.key={text}").values["group"]["key"]
     except ConfigError:
@@ -52,7 +59,9 @@ def _plain(node: DictConfig | ListConfig) -> Any:
 
 def _leaf(node: DictConfig | ListConfig, key: Any) -> Any:
     raw = OmegaConf.to_container(node, resolve=False)
-    text = raw[key] if isinstance(raw, (dict, list)) else raw
+    text = raw
+    if isinstance(raw, (dict, list)):
+        text = raw[key]
     if text == "???":
         return None
     if isinstance(text, str) and "oc.env" in text:
@@ -61,4 +70,6 @@ def _leaf(node: DictConfig | ListConfig, key: Any) -> Any:
         value = node[key]
     except OmegaConfBaseException:
         return text
-    return _plain(value) if isinstance(value, DictConfig | ListConfig) else value
+    if isinstance(value, DictConfig | ListConfig):
+        return _plain(value)
+    return value

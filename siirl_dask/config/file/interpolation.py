@@ -13,6 +13,8 @@ from siirl_dask.config.file.layers import first_line, key_hint
 from siirl_dask.errors import ConfigError
 
 _PATH = re.compile(r"\$\{([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\}")
+_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
+_ENVIRONMENT = re.compile(r"\$\{oc\.env:[A-Za-z_]\w*\}")
 _DEEPEST = 20
 """Interpolations within one another that are followed here: more may be a circle."""
 
@@ -25,8 +27,9 @@ class Interpolations:
     """The parts of a configuration by name, groups, roles and nodes, as plain data.
 
     Paths of names are followed here. Whatever else an interpolation may be (a resolver, a relative
-    path, an index, an escaped one, one that leads nowhere) is OmegaConf's: to wrap all values for
-    it takes two thirds of the time in which a configuration is loaded.
+    path, an index, one that leads nowhere) is OmegaConf's: to wrap all values for it takes two
+    thirds of the time in which a configuration is loaded. A text with variables of the environment
+    or escaped interpolations alone refers to no other value, and OmegaConf gets it by itself.
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
@@ -63,6 +66,8 @@ class Interpolations:
             raise _OmegaConfNeeded  # a value that is missing, which it reports
         if "${" not in text:
             return text
+        if "${" not in _ENVIRONMENT.sub("", _ESCAPED.sub("", text)):
+            return _alone(text)
         if depth == _DEEPEST or "\\" in text or "${" in _PATH.sub("", text):
             raise _OmegaConfNeeded
         whole = _PATH.fullmatch(text)
@@ -95,9 +100,23 @@ class Interpolations:
         except RecursionError as error:
             raise ConfigError(f"{path}: {name}: its interpolation never ends") from error
         except OmegaConfBaseException as error:
-            place = error.full_key if error.full_key else name
+            place = name
+            if error.full_key:
+                place = error.full_key
             text = f"{path}: {place}: {first_line(error)}{_hint(error)}"
             raise ConfigError(text) from error
+
+
+def _alone(text: str) -> Any:
+    """Return what OmegaConf makes of a text that refers to no other value."""
+    try:
+        values = OmegaConf.to_container(
+            OmegaConf.create([text]), resolve=True, throw_on_missing=True
+        )
+    except OmegaConfBaseException as error:
+        raise _OmegaConfNeeded from error  # it names the value's place where it has all parts
+    assert isinstance(values, list)
+    return values[0]
 
 
 def _hint(error: OmegaConfBaseException) -> str:
@@ -105,4 +124,6 @@ def _hint(error: OmegaConfBaseException) -> str:
     if not isinstance(error, InterpolationKeyError):
         return ""
     named = re.search(r"'(.*)'", str(error))
-    return "" if named is None else key_hint(named[1])
+    if named is None:
+        return ""
+    return key_hint(named[1])

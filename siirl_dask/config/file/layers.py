@@ -72,13 +72,15 @@ class Layer:
     placement or a role, is a value and replaces the earlier one; ``cluster.placement.policy=[2]``
     goes one level deeper."""
     lines: Mapping[tuple[str, str | int | None], int] = field(default_factory=dict)
-    """Lines of roles and nodes, by part of the DAG and by name or list index; None stands for
-    the part itself."""
+    """Lines of keys, roles and nodes, by group or part of the DAG and by name or list index; None
+    stands for the part itself."""
 
     def place(self, part: str, key: str | int | None) -> str:
         """Return file and line, as ``configs/grpo.yaml:42``, for an error."""
         line = self.lines.get((part, key), self.lines.get((part, None)))
-        return self.origin if line is None else f"{self.origin}:{line}"
+        if line is None:
+            return self.origin
+        return f"{self.origin}:{line}"
 
 
 def shipped(name: str) -> Path:
@@ -102,7 +104,9 @@ def path_of(name: str | os.PathLike[str]) -> Path:
     lists those.
     """
     text = os.fspath(name)
-    return shipped(text.removeprefix(SHIPPED)) if text.startswith(SHIPPED) else Path(text)
+    if text.startswith(SHIPPED):
+        return shipped(text.removeprefix(SHIPPED))
+    return Path(text)
 
 
 def shipped_folder() -> Path:
@@ -125,16 +129,19 @@ def file_layers(path: Path, chain: tuple[Path, ...] = (), asked_by: str = "") ->
     A base that two of them share counts once, at its first place. ConfigError for a file that is
     missing, not YAML, or a base of itself; it begins with ``asked_by``.
     """
+    text = _read(path, asked_by)  # first: a link to itself cannot be resolved, nor read
     if path.resolve() in chain:
         raise ConfigError(f"{chain[-1]}: base {path} makes a cycle: a file cannot be its own base")
-    text = _read(path, asked_by)
     values = _parse(text, str(path), asked_by)
     bases = base_layers(values, str(path), path.parent, (*chain, path.resolve()))
     return [*bases, Layer(str(path), values, lines=_lines(text))]
 
 
 def base_layers(
-    values: dict[str, Any], name: str, folder: Path, chain: tuple[Path, ...]
+    values: dict[str, Any],
+    name: str,
+    folder: Path,
+    chain: tuple[Path, ...],
 ) -> list[Layer]:
     """Return the layers of the files that ``values`` names as its bases, and take that key out.
 
@@ -165,7 +172,8 @@ def text_layer(text: str | bytes, name: str) -> Layer:
     or names a base.
     """
     try:
-        text = text if isinstance(text, str) else text.decode()
+        if not isinstance(text, str):
+            text = text.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: expected YAML with groups of values: {error}") from error
     values = _parse(text, name)
@@ -231,9 +239,13 @@ def _syntax_error(text: str, error: MarkedYAMLError) -> str:
     """Return line and problem, with a hint for ``with: {n: ${rollout.n}}``, where the brace ends
     the mapping.
     """
-    number = error.problem_mark.line if error.problem_mark else 0
+    number = 0
+    if error.problem_mark:
+        number = error.problem_mark.line
     line = "".join(text.splitlines()[number : number + 1])
-    hint = '; within {} and [], write interpolations in quotes: "${...}"' if "${" in line else ""
+    hint = ""
+    if "${" in line:
+        hint = '; within {} and [], write interpolations in quotes: "${...}"'
     return f":{number + 1}: not YAML: {error.problem}{hint}"
 
 
@@ -279,13 +291,14 @@ def _replace_at(values: Any, names: Sequence[str], change: Callable[[Any], Any])
 
 
 def _lines(text: str) -> dict[tuple[str, str | int | None], int]:
-    """Return the lines, from 1, of the parts of the DAG, and of each role and node in them."""
+    """Return the lines, from 1, of groups and parts of the DAG, and of each key, role and node in
+    them.
+    """
     root = yaml.compose(text, Loader=LOADER)
     lines: dict[tuple[str, str | int | None], int] = {}
     for key, part in root.value if isinstance(root, yaml.MappingNode) else ():
-        if key.value in _DAG_KEYS:
-            lines[key.value, None] = _line(key)
-            lines |= {(key.value, name): line for name, line in _lines_within(part).items()}
+        lines[key.value, None] = _line(key)
+        lines |= {(key.value, name): line for name, line in _lines_within(part).items()}
     return lines
 
 
@@ -344,7 +357,8 @@ def _check_group(origin: str, group: str, values: Any, kind: type[Any]) -> None:
         raise ConfigError(f"{origin}: {group}={values!r}: expected a mapping with keys of {known}")
     for key, value in values.items():
         if key not in known:
-            if new := _renamed(f"{group}.{key}"):
+            new = _renamed(f"{group}.{key}")
+            if new:
                 raise ConfigError(f"{origin}: unknown key '{group}.{key}'{new}")
             hint = _elsewhere(str(key), group)
             if not hint:
@@ -365,16 +379,20 @@ def config_keys(kind: type[Any] = Config, group: str = "") -> list[str]:
     hints = field_types(kind)
     keys: list[str] = []
     for name in (f.name for f in fields(kind)):
-        full = f"{group}.{name}" if group else name
+        full = name
+        if group:
+            full = f"{group}.{name}"
         keys += config_keys(hints[name], full) if is_dataclass(hints[name]) else [full]
     return keys
 
 
 def key_hint(key: str) -> str:
     """Return a hint to the nearest spelling of ``key`` in any group, for an error."""
-    if hint := _renamed(key):
+    hint = _renamed(key)
+    if hint:
         return hint
-    if hint := _elsewhere(key.rpartition(".")[2]):
+    hint = _elsewhere(key.rpartition(".")[2])
+    if hint:
         return hint
     return did_you_mean(key, config_keys())
 
@@ -385,7 +403,9 @@ def _renamed(key: str) -> str:
     if new:
         return f"; it is called '{group}.{new.partition('.')[2]}' now"
     other = _OTHER_NAMES.get(key.rpartition(".")[2])
-    return f"; did you mean {other!r}?" if other else ""
+    if other:
+        return f"; did you mean {other!r}?"
+    return ""
 
 
 def _elsewhere(key: str, group: str = "", cutoff: float = 1.0) -> str:
@@ -395,7 +415,9 @@ def _elsewhere(key: str, group: str = "", cutoff: float = 1.0) -> str:
     keys = sorted(config_keys(), key=lambda full: not full.startswith(f"{group}."))
     full = {full.rpartition(".")[2]: full for full in reversed(keys)}
     near = get_close_matches(key, full, n=1, cutoff=cutoff)
-    return f"; did you mean {full[near[0]]!r}?" if near else ""
+    if near:
+        return f"; did you mean {full[near[0]]!r}?"
+    return ""
 
 
 def merged(old: Any, new: Any, depth: int, kind: Any = Config) -> Any:
@@ -404,7 +426,9 @@ def merged(old: Any, new: Any, depth: int, kind: Any = Config) -> Any:
     """
     if not ((depth or is_dataclass(kind)) and isinstance(old, dict) and isinstance(new, dict)):
         return new
-    hints = field_types(kind) if is_dataclass(kind) else {}
+    hints = {}
+    if is_dataclass(kind):
+        hints = field_types(kind)
     return old | {
         key: merged(old.get(key), value, max(0, depth - 1), hints.get(key))
         for key, value in new.items()

@@ -29,7 +29,9 @@ class NodeList:
         """Return the place of each spec in ``resolved``, which ``items`` became."""
         if isinstance(self.items, list):
             return self.places
-        return self.places * len(resolved) if isinstance(resolved, list) else []
+        if isinstance(resolved, list):
+            return self.places * len(resolved)
+        return []
 
 
 def merged_nodes(old: NodeList, layer: Layer, key: str) -> NodeList:
@@ -55,7 +57,11 @@ def merged_nodes(old: NodeList, layer: Layer, key: str) -> NodeList:
 
 
 def _change(
-    named: dict[Any, tuple[Any, str]], name: str, change: Any, layer: Layer, at: str
+    named: dict[Any, tuple[Any, str]],
+    name: str,
+    change: Any,
+    layer: Layer,
+    at: str,
 ) -> None:
     """Change, add or remove one node."""
     known = [str(other) for other in named]

@@ -35,7 +35,9 @@ ConfigObject: TypeAlias = "Mapping[str, Any] | StructuredConfig | type[Structure
 
 def name_of(source: ConfigObject) -> str:
     """Return the name of a configuration's object in messages: that of its class."""
-    return source.__name__ if isinstance(source, type) else type(source).__name__
+    if isinstance(source, type):
+        return source.__name__
+    return type(source).__name__
 
 
 def object_layers(source: ConfigObject) -> list[Layer]:
@@ -61,7 +63,9 @@ def _container(source: ConfigObject, name: str) -> Any:
             return OmegaConf.to_container(tree, resolve=False)
         return escaped(OmegaConf.to_container(tree, resolve=True))  # its values are final
     except OmegaConfBaseException as error:
-        place = f"{error.full_key}: " if error.full_key else ""
+        place = ""
+        if error.full_key:
+            place = f"{error.full_key}: "
         raise ConfigError(f"{name}: {place}{first_line(error)}") from error
 
 
@@ -91,7 +95,9 @@ def _with_yaml_values(value: Any, name: str, key: str) -> Any:
         case list() | tuple():
             return [_with_yaml_values(item, name, f"{key}[{at}]") for at, item in enumerate(value)]
         case Enum():
-            return value.value if isinstance(value, str) else value.name
+            if isinstance(value, str):
+                return value.value
+            return value.name
         case PurePath():
             return str(value)
         case None | bool() | int() | float() | str():

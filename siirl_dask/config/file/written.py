@@ -57,7 +57,9 @@ def hint_below(hint: Any, name: str) -> Any:
     kind = _own(hint)
     if is_dataclass(kind):
         return field_types(cast("type[Any]", kind)).get(name)
-    return _item_of(kind) if _is_kind(kind, Mapping) else None
+    if _is_kind(kind, Mapping):
+        return _item_of(kind)
+    return None
 
 
 def is_text(hint: Any) -> bool:
@@ -83,7 +85,9 @@ def _own(hint: Any) -> Any:
     if get_origin(hint) not in (Union, UnionType):
         return hint
     kinds = [kind for kind in get_args(hint) if kind is not type(None)]
-    return kinds[0] if len(kinds) == 1 else None
+    if len(kinds) == 1:
+        return kinds[0]
+    return None
 
 
 def _item_of(kind: Any) -> Any:
@@ -104,4 +108,6 @@ def _is_kind(kind: Any, container: type) -> bool:
 
 
 def _joined(key: str, name: str) -> str:
-    return f"{key}.{name}" if key else name
+    if key:
+        return f"{key}.{name}"
+    return name

@@ -2,4 +2,4 @@
 layout assigns to it.
 """
 
-__all__ = ["databuffer", "limits", "slots"]
+__all__ = ["databuffer", "limits", "serving"]

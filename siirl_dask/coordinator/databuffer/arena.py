@@ -35,6 +35,7 @@ _ALIGNMENT = 64
 _SEGMENT = 64 * 2**20
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 _NONCE = 16
+_MOST_MAPPED = 256  # segments of peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +222,15 @@ class CannotMap(PeerError):
 
 
 class Attachments:
-    """Segments of peers that this process has mapped, by nonce. Beyond ``limit`` of them, the least
+    """Segments of peers that this process has mapped, by nonce. Beyond ``_MOST_MAPPED``, the least
     recently used are unmapped.
 
     Threads that copy rows attach segments too. Two that attach the same one at once may both map
     it, which is harmless.
     """
 
-    def __init__(self, *, writable: bool, limit: int = 256) -> None:
+    def __init__(self, *, writable: bool) -> None:
         self._writable = writable
-        self._limit = limit
         self._mapped: dict[bytes, Bytes] = {}
         self._lock = threading.Lock()
 
@@ -244,7 +244,7 @@ class Attachments:
             mapped = _map(handle, self._writable)
         with self._lock:
             self._mapped[handle.nonce] = mapped  # at the end: the dict's order is that of use
-            while len(self._mapped) > self._limit:
+            while len(self._mapped) > _MOST_MAPPED:
                 self._mapped.pop(next(iter(self._mapped)))
         return mapped
 

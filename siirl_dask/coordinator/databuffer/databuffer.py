@@ -4,10 +4,10 @@ those it needs next.
 A row's way from the worker that made it to the worker that needs it:
 
 publish
-    The source stores its table under an immutable key; nothing is sent (``published``; shared
-    rows: ``lend``).
+    The source stores its table under an immutable key; nothing is sent (``published``;
+    shared rows: ``shared_tables``).
 gather
-    The target learns the statistics of all rows: id, group, tokens (``allgather``).
+    The target learns the statistics of all rows: id, group, tokens (``shares``).
 assign
     The target computes, as every target does, which rows are its own and who has them (``shares``,
     ``layout``).
@@ -20,10 +20,10 @@ relay
 lay out
     The target allocates its result, each row in its final place (``receive_buffer``, ``arena``).
 fetch
-    The target asks each source, which writes the rows there or sends them (``pull``, ``serve``,
-    ``ragged``).
+    The target asks each source, which writes the rows there or sends them (``pull``,
+    ``serving``, ``ragged``).
 read
-    Rows that a source of the same host shares stay where they are (``borrow``).
+    Rows that a source of the same host shares stay where they are (``shared_tables``).
 by group
     Blobs are fetched once for each group of the target's rows, if they are not here already
     (``shares``).
@@ -43,29 +43,41 @@ from functools import partial
 import pyarrow as pa
 
 from siirl_dask.config import TransportMode
-from siirl_dask.coordinator.databuffer.allgather import GatheredStatistics, StatisticsTree
 from siirl_dask.coordinator.databuffer.arena import Arena
-from siirl_dask.coordinator.databuffer.early.early import EarlyTraffic
+from siirl_dask.coordinator.databuffer.early import EarlyTraffic
 from siirl_dask.coordinator.databuffer.limits import BufferLimits, CopyThreads, Traffic
-from siirl_dask.coordinator.databuffer.published import Published, read_acks, spill
+from siirl_dask.coordinator.databuffer.published import Published, spill
 from siirl_dask.coordinator.databuffer.pull import Puller
 from siirl_dask.coordinator.databuffer.relay import Relays, relay_of
-from siirl_dask.coordinator.databuffer.serve import RowServer
-from siirl_dask.coordinator.databuffer.shares import Shares, pull_groups
-from siirl_dask.coordinator.databuffer.slots import ExpectedKeys, PublishedSlots, Window
-from siirl_dask.coordinator.layout.assignment import count_near, count_takers, row_statistics
-from siirl_dask.coordinator.transport.frames import check_types
+from siirl_dask.coordinator.databuffer.serving import (
+    ExpectedKeys,
+    PublishedSlots,
+    RowServer,
+    Window,
+)
+from siirl_dask.coordinator.databuffer.shares import (
+    GatheredStatistics,
+    Shares,
+    StatisticsTree,
+    pull_groups,
+)
+from siirl_dask.coordinator.layout.assignment import (
+    GroupShare,
+    count_takers,
+    row_statistics,
+)
 from siirl_dask.coordinator.transport.messages import (
     Op,
     Reply,
     Request,
     TransitionKey,
     Transport,
+    check_types,
     pack_ints,
     unpack_ints,
 )
 from siirl_dask.errors import Aborted, DataError, PeerError, SilentPeer
-from siirl_dask.planner import Edge, Hosts, Iteration, Rows
+from siirl_dask.planner import Edge, Hosts, Iteration, Rows, host_of
 from siirl_dask.tables import one_of_each_group
 
 _AHEAD = 16  # iterations that peers may be ahead, where nobody knows better
@@ -120,13 +132,14 @@ class Databuffer:
             quadratic_from=quadratic_from,
             hosts=self._hosts,
         )
-        traffic = Traffic(worker, self._hosts)
+        self.traffic = Traffic(worker, self._hosts)
+        """Bytes that this worker has received, by the way they travelled."""
         early_memory = self._limits.memory // 8
         self._early = EarlyTraffic(
             worker=worker,
             hosts=self._hosts,
             transport=transport,
-            traffic=traffic,
+            traffic=self.traffic,
             copy_threads=self._copy_threads,
             prefetch=prefetch,
             memory=early_memory,
@@ -145,7 +158,7 @@ class Databuffer:
             copy_threads=self._copy_threads,
             limits=self._limits,
             transport_mode=transport_mode,
-            traffic=traffic,
+            traffic=self.traffic,
         )
         self._relays = Relays(
             worker=worker,
@@ -162,10 +175,6 @@ class Databuffer:
         """Bytes of published rows that this worker holds in memory until they are acked."""
         return sum(published.nbytes for published in self._slots.all_published())
 
-    @property
-    def traffic(self) -> Traffic:
-        return self._puller.traffic
-
     def key(self, edge: Edge, iteration: Iteration, part: int | None = None) -> TransitionKey:
         name = f"{iteration.plan}/{edge.name}"
         if part is not None:
@@ -175,7 +184,11 @@ class Databuffer:
         return key
 
     async def publish(
-        self, edge: Edge, iteration: Iteration, table: pa.Table, part: int | None = None
+        self,
+        edge: Edge,
+        iteration: Iteration,
+        table: pa.Table,
+        part: int | None = None,
     ) -> None:
         """Offer ``table`` to the edge's targets, and its statistics to whoever lays out rows by
         them.
@@ -185,7 +198,9 @@ class Databuffer:
         statistics = row_statistics(table, edge.sources.index(self._worker))
         moving = None
         if edge.moves and table.num_rows:
-            moving = _as_declared(table, edge.schema)
+            moving = table.select(edge.schema.names)
+            if not moving.schema.equals(edge.schema):
+                moving = moving.cast(edge.schema)
         acks = table.num_rows * count_takers(self._worker, edge, self._hosts)
         published = Published(statistics, moving, unacked=acks)
         key = self.key(edge, iteration, part)
@@ -261,19 +276,19 @@ class Databuffer:
         key = self.key(edge, iteration, part)
         guide_key = self.key(guide, iteration, part)
         try:
-            if edge.by_group and edge.rows is not Rows.REPLICATED:
-                groups, row_lengths = await self._shares.groups(edge, key, guide, guide_key)
-                on_owned()
-                return await pull_groups(
-                    self._puller,
-                    edge,
-                    key,
-                    groups,
-                    row_lengths=row_lengths,
-                    already_here=already_here,
-                )
-            share, row_lengths = await self._shares.rows(edge, key, guide, guide_key)
+            share, row_lengths = await self._shares.of(edge, key, guide, guide_key)
             on_owned()
+            if isinstance(share, GroupShare):
+                if edge.rows is not Rows.REPLICATED:
+                    return await pull_groups(
+                        self._puller,
+                        edge,
+                        key,
+                        share,
+                        row_lengths=row_lengths,
+                        already_here=already_here,
+                    )
+                share = share.share
             origins = await self._relays.origins(
                 edge, key, share, row_lengths, part=part is not None
             )
@@ -360,7 +375,9 @@ class Databuffer:
         """
         if self._transport_mode is TransportMode.dask or edge.rows is not Rows.REPLICATED:
             return False
-        return count_near(self._worker, edge, self._hosts) > 1
+        here = host_of(self._worker, self._hosts)
+        others = [target for target in edge.targets if target != self._worker]
+        return sum(host_of(target, self._hosts) == here for target in others) > 1
 
     async def _own_statistics(self, key: TransitionKey) -> GatheredStatistics:
         """Wait until this worker has published, and return what every target learns about its
@@ -377,18 +394,14 @@ class Databuffer:
 
     def _take_acks(self, acks: object) -> Reply:
         """Count a peer's acks. Those for an iteration that is forgotten are ignored: its rows
-        are freed already.
+        are freed already. PeerError for what is no ack.
         """
-        for sequence, edge, rows in read_acks(acks):
-            published = self._slots.find(TransitionKey(self._run, sequence, edge))
-            if published is not None:
-                published.ack(rows)
+        for item in acks if isinstance(acks, list | tuple) else [acks]:
+            match item:
+                case [int(sequence), str(edge), int(rows)] if rows > 0:
+                    published = self._slots.find(TransitionKey(self._run, sequence, edge))
+                    if published is not None:
+                        published.ack(rows)
+                case _:
+                    raise PeerError(f"received {str(item)[:80]!r} for an ack")
         return Reply()
-
-
-def _as_declared(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the columns of ``schema``, in its types."""
-    table = table.select(schema.names)
-    if table.schema.equals(schema):
-        return table
-    return table.cast(schema)

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ParamSpec, TypeVar
 
 from siirl_dask.planner import Hosts, host_of
@@ -185,8 +185,31 @@ class Traffic:
     def between_hosts(self) -> int:
         """Bytes of rows received from workers of other hosts."""
         here = host_of(self.worker, self.hosts)
-        return sum(
-            count for worker, count in self.by_worker.items() if host_of(worker, self.hosts) != here
+        total = 0
+        for worker, nbytes in self.by_worker.items():
+            if host_of(worker, self.hosts) != here:
+                total += nbytes
+        return total
+
+    def snapshot(self) -> Traffic:
+        """Return a copy, which counts no further."""
+        return replace(
+            self,
+            by_worker=self.by_worker.copy(),
+            shared_by_worker=self.shared_by_worker.copy(),
+        )
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """Return what has been received since a snapshot. Any thread may call it."""
+        now = self.snapshot()
+        return Traffic(
+            worker=self.worker,
+            hosts=self.hosts,
+            messages=now.messages - earlier.messages,
+            shared_memory=now.shared_memory - earlier.shared_memory,
+            early=now.early - earlier.early,
+            by_worker=now.by_worker - earlier.by_worker,
+            shared_by_worker=now.shared_by_worker - earlier.shared_by_worker,
         )
 
     def add_message(self, worker: str, nbytes: int) -> None:

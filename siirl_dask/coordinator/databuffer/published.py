@@ -8,7 +8,7 @@ import asyncio
 import logging
 import mmap
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from pyarrow import ipc
 
 from siirl_dask.comms.wire import Frame, Pieces
 from siirl_dask.coordinator.databuffer.arena import Arena, Attachments, unpack_handle
-from siirl_dask.coordinator.databuffer.lend import SharedTable, share
 from siirl_dask.coordinator.databuffer.ragged import (
     CopyPlan,
     RaggedColumn,
@@ -26,15 +25,16 @@ from siirl_dask.coordinator.databuffer.ragged import (
     element_width,
     starts_of,
 )
-from siirl_dask.coordinator.databuffer.row_lengths import RowLengths
+from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, SharedTable
+from siirl_dask.coordinator.databuffer.shared_tables import share
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.layout.assignment import RowStatistics
-from siirl_dask.coordinator.transport.frames import to_frames
 from siirl_dask.coordinator.transport.messages import (
     Op,
     Request,
     TransitionKey,
     Transport,
+    to_frames,
     unpack_ints,
 )
 from siirl_dask.errors import PeerError, SiirlError
@@ -170,7 +170,7 @@ class Published:
 
     def share(self, arena: Arena, min_row_bytes: int) -> None:
         """Move the rows into shared memory for targets on this host to read, where that pays
-        (see ``lend``).
+        (see ``shared_tables``).
         """
         shared = share(self._table(), arena, min_row_bytes)
         if shared is not None:
@@ -232,10 +232,16 @@ class Published:
         """Return bytes of some variable-length columns of the rows at ``positions``."""
         split = self._columns()
         elements = [int(lengths[positions].sum()) for lengths in split.lengths]
-        return sum(elements[split.group_of[name]] * split.ragged[name].width for name in columns)
+        total = 0
+        for name in columns:
+            total += elements[split.group_of[name]] * split.ragged[name].width
+        return total
 
     def row_frames(
-        self, positions: Ints, columns: Sequence[str], arena: Arena
+        self,
+        positions: Ints,
+        columns: Sequence[str],
+        arena: Arena,
     ) -> list[memoryview | Pieces]:
         """Return one frame a column, with the bytes of the rows one after the other.
 
@@ -281,7 +287,9 @@ class Published:
             handles = [unpack_handle(handle) for handle in target["handles"]]
             segments = [attachments.attach(handle) for handle in handles]
             packed_starts = target["starts"]
-            starts = [unpack_ints(group, 2**48, 2**40)[: len(positions)] for group in packed_starts]
+            starts = []
+            for packed in packed_starts:
+                starts.append(unpack_ints(packed, 2**48, 2**40)[: len(positions)])
             plans: dict[tuple[int, int], CopyPlan] = {}
             for name, (segment, base, target_group) in zip(columns, target["columns"], strict=True):
                 column = split.ragged[name]
@@ -357,18 +365,6 @@ def spill(table: pa.Table, folder: str | None) -> tuple[pa.Table, mmap.mmap]:
 
 
 # Acks: shortly after a pull, sources learn which rows have arrived and may be freed.
-
-
-def read_acks(acks: object) -> Iterator[tuple[int, str, int]]:
-    """Yield the sequence number, the edge and the number of rows of each ack in a message.
-    PeerError for what is no ack.
-    """
-    for item in acks if isinstance(acks, list | tuple) else [acks]:
-        match item:
-            case [int(sequence), str(edge), int(rows)] if rows > 0:
-                yield sequence, edge, rows
-            case _:
-                raise PeerError(f"received {str(item)[:80]!r} for an ack")
 
 
 class Acks:

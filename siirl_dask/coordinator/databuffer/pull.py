@@ -4,7 +4,7 @@ final order.
 The puller first learns how long its rows are, allocates its result in memory that it keeps for
 reuse, and then has each row put into its place: a source on the same host writes it there, any
 other sends it in messages, several of them in flight. What a source of this host shares is read
-where it lies. ``serve`` answers these requests.
+where it lies. ``serving`` answers these requests.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import pyarrow as pa
 from siirl_dask.comms.wire import Frame, Pieces, nbytes_of
 from siirl_dask.config import TransportMode
 from siirl_dask.coordinator.databuffer.arena import Arena
-from siirl_dask.coordinator.databuffer.borrow import SharedTableReader
-from siirl_dask.coordinator.databuffer.early.early_pull import EarlyBatch
+from siirl_dask.coordinator.databuffer.early import EarlyBatch
 from siirl_dask.coordinator.databuffer.limits import Budget, BufferLimits, CopyThreads, Traffic
 from siirl_dask.coordinator.databuffer.published import Acks, Published
 from siirl_dask.coordinator.databuffer.receive_buffer import ReceiveBuffer, RowRequest, SourceRows
@@ -32,14 +31,15 @@ from siirl_dask.coordinator.databuffer.row_lengths import (
     RowOrigin,
     other_columns_schema,
 )
+from siirl_dask.coordinator.databuffer.shared_tables import SharedTableReader
 from siirl_dask.coordinator.host import shared_memory_domain
-from siirl_dask.coordinator.transport.frames import from_frames
 from siirl_dask.coordinator.transport.messages import (
     Op,
     Reply,
     Request,
     TransitionKey,
     Transport,
+    from_frames,
     pack_ints,
     unpack_ints,
 )

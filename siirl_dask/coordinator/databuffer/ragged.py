@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -95,7 +96,10 @@ def as_ragged(array: pa.Array) -> RaggedColumn | None:
     if data is not None and data.size:
         values = np.frombuffer(data, np.uint8)[first * width :]
     return RaggedColumn(
-        values, lengths=np.diff(bounds), starts=bounds[:-1] - bounds[0], width=width
+        values,
+        lengths=np.diff(bounds),
+        starts=bounds[:-1] - bounds[0],
+        width=width,
     )
 
 
@@ -114,10 +118,10 @@ def as_shared_ragged(chunks: Sequence[pa.Array]) -> RaggedColumn | None:
         return None
     # all end where the array's values do
     first = max(filled, key=lambda column: len(column.values))
-    starts = [
-        column.starts + (len(first.values) - len(column.values)) // first.width
-        for column in columns
-    ]
+    starts = []
+    for column in columns:
+        before = (len(first.values) - len(column.values)) // first.width
+        starts.append(column.starts + before)
     lengths = [column.lengths for column in columns]
     return RaggedColumn(first.values, np.concatenate(lengths), np.concatenate(starts), first.width)
 
@@ -131,7 +135,10 @@ def _data_of(array: pa.Array) -> tuple[int, int] | None:
 
 
 def build_column(
-    kind: pa.DataType, lengths: Ints, values: pa.Buffer, max_elements: int = 2**31 - 1
+    kind: pa.DataType,
+    lengths: Ints,
+    values: pa.Buffer,
+    max_elements: int = 2**31 - 1,
 ) -> pa.ChunkedArray:
     """Return the column of ``kind`` whose rows, of ``lengths`` elements, lie in ``values`` one
     after the other.
@@ -153,8 +160,10 @@ def build_column(
     first = 0
     while first < len(ends):
         before = int(ends[first - 1]) if first else 0
-        last = max(first + 1, int(np.searchsorted(ends, before + max_elements, side="right")))
-        part = values.slice(before * width, (int(ends[last - 1]) - before) * width)
+        fitting = int(np.searchsorted(ends, before + max_elements, side="right"))
+        last = max(first + 1, fitting)
+        elements = int(ends[last - 1]) - before
+        part = values.slice(before * width, elements * width)
         chunks.append(_build_array(kind, lengths[first:last], part))
         first = last
     return pa.chunked_array(chunks)
@@ -220,9 +229,11 @@ class CopyPlan:
         view = memory.data
         firsts = (starts * width).tolist()
         sizes = (self._lengths * width).tolist()
-        return Pieces(
-            [view[first : first + size] for first, size in zip(firsts, sizes, strict=True) if size]
-        )
+        pieces = []
+        for first, size in zip(firsts, sizes, strict=True):
+            if size:
+                pieces.append(view[first : first + size])
+        return Pieces(pieces)
 
     def copy(self, source: Bytes, target: Bytes, width: int) -> None:
         """Copy elements of ``width`` bytes. IndexError, before anything is copied, where rows
@@ -259,27 +270,35 @@ class CopyPlan:
         if width in (1, 2, 4, 8) and (source.ctypes.data | target.ctypes.data) % width == 0:
             unit = width
         times = width // unit  # units of an element
-        from_units = source[: len(source) // unit * unit].view(f"u{unit}")
-        to_units = target[: len(target) // unit * unit].view(f"u{unit}")
+        from_units = _as_units(source, unit)
+        to_units = _as_units(target, unit)
         # so many at once: bounds the index
-        rows = max(1, _INDEX * len(self._lengths) // max(1, self.elements * times))
+        indices = max(1, self.elements * times)
+        rows = max(1, _INDEX * len(self._lengths) // indices)
         for first in range(0, len(self._lengths), rows):
             batch = slice(first, first + rows)
             lengths = self._lengths[batch] * times
             sources = self._sources[batch] * times
             targets = self._targets[batch] * times
             within = np.arange(lengths.sum()) - np.repeat(starts_of(lengths), lengths)
-            to_units[within + np.repeat(targets, lengths)] = from_units[
-                within + np.repeat(sources, lengths)
-            ]
+            read = within + np.repeat(sources, lengths)
+            written = within + np.repeat(targets, lengths)
+            to_units[written] = from_units[read]
+
+
+def _as_units(memory: Bytes, unit: int) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return a view of memory as unsigned integers of ``unit`` bytes, without a rest at its end."""
+    whole = len(memory) // unit * unit
+    return memory[:whole].view(f"u{unit}")
 
 
 def _merge(sources: Ints, targets: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
     """Join rows that follow each other on both sides, which one copy can take."""
     if len(lengths) == 0:
         return sources, targets, lengths
-    source_follows = sources[1:] == sources[:-1] + lengths[:-1]
-    target_follows = targets[1:] == targets[:-1] + lengths[:-1]
+    lengths_before = lengths[:-1]
+    source_follows = sources[1:] == sources[:-1] + lengths_before
+    target_follows = targets[1:] == targets[:-1] + lengths_before
     begins = np.concatenate(([True], ~(source_follows & target_follows)))
     first = np.flatnonzero(begins)
     return sources[first], targets[first], np.add.reduceat(lengths, first)

@@ -16,8 +16,7 @@ import pyarrow as pa
 
 from siirl_dask.comms.wire import Frame, Pieces
 from siirl_dask.coordinator.databuffer.arena import Arena, ArenaBlock, SharedSegment
-from siirl_dask.coordinator.databuffer.borrow import SharedRows, concat_slices
-from siirl_dask.coordinator.databuffer.early.early_pull import EarlyBatch
+from siirl_dask.coordinator.databuffer.early import EarlyBatch
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.ragged import (
     CopyPlan,
@@ -25,6 +24,7 @@ from siirl_dask.coordinator.databuffer.ragged import (
     element_width,
     starts_of,
 )
+from siirl_dask.coordinator.databuffer.shared_tables import SharedRows, concat_slices
 from siirl_dask.coordinator.host import physical_memory
 from siirl_dask.coordinator.transport.messages import TransitionKey, pack_ints
 from siirl_dask.errors import PeerError
@@ -158,7 +158,11 @@ class ReceiveBuffer:
             plan.copy(np.frombuffer(frame, np.uint8), column.block.bytes, column.width)
 
     def places(
-        self, rows: SourceRows, subset: Ints, columns: Sequence[str], sizes: Sequence[int]
+        self,
+        rows: SourceRows,
+        subset: Ints,
+        columns: Sequence[str],
+        sizes: Sequence[int],
     ) -> list[Pieces | None]:
         """Return the places of a subset of a source's rows, for a frame of ``sizes`` bytes of each
         of the columns; None where rows are short, and are copied there by ``copy_frames``.
@@ -271,7 +275,8 @@ class ReceiveBuffer:
         first = 0
         while first < len(rows.positions):
             before = int(ends[first - 1]) if first else 0
-            last = max(first + 1, int(np.searchsorted(ends, before + max_bytes, side="right")))
+            fitting = int(np.searchsorted(ends, before + max_bytes, side="right"))
+            last = max(first + 1, fitting)
             subset = np.arange(first, last)
             nbytes = int(ends[last - 1]) - before
             if nbytes <= max_bytes or len(sizes) < 2:
@@ -279,7 +284,10 @@ class ReceiveBuffer:
             else:
                 for index, (name, size) in enumerate(sizes.items()):
                     yield RowRequest(
-                        rows=subset, columns=[name], others=index == 0, nbytes=int(size[first])
+                        rows=subset,
+                        columns=[name],
+                        others=index == 0,
+                        nbytes=int(size[first]),
                     )
             first = last
 

@@ -1,7 +1,7 @@
 """Relays: a host with several targets of replicated rows takes them over the link once, and passes
 them on inside.
 
-Each target on the host takes the rows of some sources on other hosts (see ``layout.routes``) and
+Each target on the host takes the rows of some sources on other hosts (see ``layout.assignment``) and
 publishes them again, in shared memory where it can, under a key of its own. The other targets pull
 them from there as they would from a source. Part by part a relay acks the sources once every target
 on its host has acked it: so a source that waits for acks still waits for all, and no relay piles up

@@ -3,7 +3,7 @@ bytes arrive.
 
 Columns share offset groups (prompts; responses and whatever is known of each of their tokens), so
 this is small. It travels with an edge's statistics where there are few rows, and is requested
-otherwise.
+otherwise. Where a source shares its table, they say where the rows lie as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from siirl_dask.comms.wire import Frame
-from siirl_dask.coordinator.databuffer.lend import SharedTable, unpack_shared_table
+from siirl_dask.coordinator.databuffer.arena import Handle, unpack_handle
 from siirl_dask.coordinator.databuffer.ragged import element_width
 from siirl_dask.coordinator.transport.messages import TransitionKey, pack_ints, unpack_ints
 from siirl_dask.errors import PeerError
@@ -24,6 +24,44 @@ from siirl_dask.tables import Ints
 
 MAX_ROW_ELEMENTS = 2**48
 """A peer that announces a longer row is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTable:
+    """The place of a source's rows in one of its segments, in bytes from the segment's start."""
+
+    handle: Handle
+    starts: Mapping[str, int]
+    """First byte of each variable-length column; its rows follow one another."""
+    others_start: int
+    """First byte of the other columns (see ``shared_tables.pack_others``)."""
+    others_size: int
+    """Bytes of them, 0 where there are no other columns."""
+
+    def pack(self) -> list[Any]:
+        return [self.handle.pack(), dict(self.starts), self.others_start, self.others_size]
+
+
+def unpack_shared_table(value: object) -> SharedTable | None:
+    """Return what ``SharedTable.pack`` packed, or None for None. PeerError when ``value`` is
+    neither.
+    """
+    match value:
+        case None:
+            return None
+        case [list() | tuple() as handle, dict(starts), int(others_start), int(others_size)] if (
+            _are_starts(starts) and min(others_start, others_size) >= 0
+        ):
+            return SharedTable(unpack_handle(list(handle)), starts, others_start, others_size)
+    raise PeerError(f"received {str(value)[:120]!r} for a shared table")
+
+
+def _are_starts(starts: Mapping[Any, Any]) -> bool:
+    """Return whether a peer's mapping is one of names to first bytes."""
+    for name, start in starts.items():
+        if not isinstance(name, str) or not isinstance(start, int) or start < 0:
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +144,10 @@ def other_columns_schema(schema: pa.Schema, ragged: Collection[str]) -> pa.Schem
 
 
 def unpack_row_lengths(
-    headers: object, frames: Sequence[Frame], sources: int, schema: pa.Schema
+    headers: object,
+    frames: Sequence[Frame],
+    sources: int,
+    schema: pa.Schema,
 ) -> dict[int, RowLengths]:
     """Return row lengths by source. PeerError when they are not of rows of ``schema``, from that
     many sources.
@@ -123,10 +164,9 @@ def unpack_row_lengths(
             ):
                 lengths = None
                 if count >= 0:
-                    lengths = [
-                        unpack_ints(bytes(frame), MAX_ROW_ELEMENTS, 2**40)
-                        for frame in unread[:count]
-                    ]
+                    lengths = []
+                    for frame in unread[:count]:
+                        lengths.append(unpack_ints(bytes(frame), MAX_ROW_ELEMENTS, 2**40))
                     unread = unread[count:]
                 by_source[source] = RowLengths(
                     source=source,
@@ -159,5 +199,11 @@ def _fit_schema(groups: Mapping[Any, Any], count: int, schema: pa.Schema) -> boo
 
 
 def pack_row_lengths(row_lengths: Iterable[RowLengths]) -> tuple[list[Any], list[Frame]]:
-    packed = [lengths.pack() for lengths in row_lengths]
-    return [header for header, _ in packed], [frame for _, frames in packed for frame in frames]
+    """Return a header for each source's row lengths, and the frames of all of them."""
+    headers: list[Any] = []
+    frames: list[Frame] = []
+    for lengths in row_lengths:
+        header, own_frames = lengths.pack()
+        headers.append(header)
+        frames += own_frames
+    return headers, frames

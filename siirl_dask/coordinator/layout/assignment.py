@@ -89,12 +89,6 @@ def near_sources(worker: str, edge: Edge, hosts: Hosts) -> NDArray[np.bool_]:
     return np.array([host_of(source, hosts) == here for source in edge.sources], dtype=np.bool_)
 
 
-def count_near(worker: str, edge: Edge, hosts: Hosts) -> int:
-    """Return how many other targets of an edge are on a worker's host."""
-    here = host_of(worker, hosts)
-    return sum(target != worker and host_of(target, hosts) == here for target in edge.targets)
-
-
 _SOURCE = "source"
 _POSITION = "position"
 RowStatistics = NDArray[np.void]
@@ -167,24 +161,30 @@ class EdgeStatistics:
         any.
         """
         sources = statistics[_SOURCE]
-        far = np.zeros(len(statistics), np.bool_) if near is None else ~near[sources]
+        far = np.zeros(len(statistics), np.bool_)
+        if near is not None:
+            far = ~near[sources]
         order = np.lexsort((sources, far, statistics[ROW_ID]))
         if len(order):
             ids = statistics[ROW_ID][order]
             is_first = np.concatenate(([True], ids[1:] != ids[:-1]))
             order = order[is_first]
+        sorted_rows = statistics[order]
         return EdgeStatistics(
-            row_ids=statistics[ROW_ID][order].astype(np.int64),
-            groups=statistics[GROUP_ID][order].astype(np.int64),
-            tokens=statistics[TOKENS][order].astype(np.int64),
-            minibatches=statistics[MINIBATCH][order].astype(np.int64),
+            row_ids=sorted_rows[ROW_ID].astype(np.int64),
+            groups=sorted_rows[GROUP_ID].astype(np.int64),
+            tokens=sorted_rows[TOKENS].astype(np.int64),
+            minibatches=sorted_rows[MINIBATCH].astype(np.int64),
             sources=sources[order].astype(np.int64),
-            positions=statistics[_POSITION][order].astype(np.int64),
+            positions=sorted_rows[_POSITION].astype(np.int64),
         )
 
 
 def assign_owners(
-    edge: Edge, rows: EdgeStatistics, quadratic_from: int = 0, hosts: Hosts | None = None
+    edge: Edge,
+    rows: EdgeStatistics,
+    quadratic_from: int = 0,
+    hosts: Hosts | None = None,
 ) -> Ints:
     """Return each row's owner, as an index of the edge's targets. [rows] -> [rows]. Not for
     REPLICATED edges.
@@ -278,12 +278,12 @@ class PullShare:
         statistics are ``rows``.
         """
         sources = rows.sources[index]
-        destinations = {
-            int(source): np.flatnonzero(sources == source) for source in np.unique(sources)
-        }
-        positions = {
-            source: rows.positions[index[places]] for source, places in destinations.items()
-        }
+        destinations = {}
+        for source in np.unique(sources).tolist():
+            destinations[source] = np.flatnonzero(sources == source)
+        positions = {}
+        for source, places in destinations.items():
+            positions[source] = rows.positions[index[places]]
         row_ids = rows.row_ids[index]
         identity = pa.table(
             {ROW_ID: row_ids, GROUP_ID: rows.groups[index], TOKENS: rows.tokens[index]}
@@ -361,8 +361,8 @@ def group_share(
     guide: Edge,
     guide_rows: EdgeStatistics,
     edge_rows: EdgeStatistics,
-    quadratic_from: int = 0,
-    hosts: Hosts | None = None,
+    quadratic_from: int,
+    hosts: Hosts | None,
 ) -> GroupShare:
     """Return the groups of ``edge`` of which the worker owns a row, by the statistics of ``guide``.
 

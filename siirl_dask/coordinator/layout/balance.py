@@ -72,7 +72,9 @@ def balance(
     it is 1.1, and swaps bring that below 1.02.
     """
     costs = np.asarray(costs, dtype=np.int64)
-    carried = np.zeros(owners, np.int64) if loads is None else np.asarray(loads, dtype=np.int64)
+    carried = np.zeros(owners, np.int64)
+    if loads is not None:
+        carried = np.asarray(loads, dtype=np.int64)
     enough = _enough(costs, carried)
     owner = _swap(costs, _longest_first(costs, carried), carried, enough)
     fullest = int(_sums(costs, owner, carried).max())
@@ -81,9 +83,9 @@ def balance(
     if fullest <= enough or carried.any() or not 0 < alone < owners:
         return owner
     with_longest_alone = _swap(costs, _longest_first(costs, carried, alone), carried, enough)
-    return (
-        with_longest_alone if _sums(costs, with_longest_alone, carried).max() < fullest else owner
-    )
+    if _sums(costs, with_longest_alone, carried).max() < fullest:
+        return with_longest_alone
+    return owner
 
 
 def balance_near(costs: Ints, owners: int, hosts: HostsOfRows, loads: Ints) -> Ints:
@@ -101,7 +103,10 @@ def balance_near(costs: Ints, owners: int, hosts: HostsOfRows, loads: Ints) -> I
 
 
 def balance_in_place(
-    costs: Ints, owners: int, homes: Ints, hosts: HostsOfRows | None = None
+    costs: Ints,
+    owners: int,
+    homes: Ints,
+    hosts: HostsOfRows | None = None,
 ) -> Ints:
     """Return the owner of each item, its home where possible. [N] -> [N]; a home of NOWHERE is
     none.
@@ -132,11 +137,17 @@ def _less_leaving(costs: Ints, owner: Ints, near: Ints, hosts: HostsOfRows) -> I
     """Return ``near`` if less leaves its host there than with ``owner``, and ``owner``
     otherwise.
     """
-    return near if hosts.leaving_cost(costs, near) < hosts.leaving_cost(costs, owner) else owner
+    if hosts.leaving_cost(costs, near) < hosts.leaving_cost(costs, owner):
+        return near
+    return owner
 
 
 def _filled(
-    costs: Ints, owners: int, owner: Ints, limit: int, hosts: HostsOfRows | None
+    costs: Ints,
+    owners: int,
+    owner: Ints,
+    limit: int,
+    hosts: HostsOfRows | None,
 ) -> Ints | None:
     """Return owners for those items too that have none yet; None if the fullest would have more
     than ``limit``.
@@ -155,7 +166,11 @@ def _filled(
 
 
 def balance_groups(
-    costs: Ints, groups: Ints, owners: int, homes: Ints, hosts: HostsOfRows | None = None
+    costs: Ints,
+    groups: Ints,
+    owners: int,
+    homes: Ints,
+    hosts: HostsOfRows | None = None,
 ) -> Ints:
     """Return the owner of each row such that the rows of a group stay together. [N] -> [N].
 
@@ -167,7 +182,8 @@ def balance_groups(
     in_place = balance_in_place(totals, owners, home)[group_of]
     if hosts is None:
         return in_place
-    host = _costliest(costs, group_of, len(names), hosts.items, int(hosts.items.max(initial=0)) + 1)
+    host_count = int(hosts.items.max(initial=0)) + 1
+    host = _costliest(costs, group_of, len(names), hosts.items, host_count)
     near = balance_in_place(totals, owners, home, HostsOfRows(hosts.owners, host))[group_of]
     return _less_leaving(costs, in_place, near, hosts)
 
@@ -184,7 +200,11 @@ def _costliest(costs: Ints, group_of: Ints, groups: int, place_of: Ints, places:
 
 
 def balance_minibatches(
-    costs: Ints, minibatches: Ints, owners: int, homes: Ints, hosts: HostsOfRows | None = None
+    costs: Ints,
+    minibatches: Ints,
+    owners: int,
+    homes: Ints,
+    hosts: HostsOfRows | None = None,
 ) -> Ints:
     """Return the owner of each row, each mini-batch balanced by itself: workers wait for each other
     after every one.
@@ -211,17 +231,18 @@ def _sums(costs: Ints, owner: Ints, carried: Ints) -> Ints:
 def _enough(costs: Ints, carried: Ints) -> int:
     """Return a load that nobody needs to be below: 1.02 of the mean, or the longest item."""
     numerator, denominator = _ENOUGH
-    mean_times = numerator * int(costs.sum() + carried.sum()) // (denominator * len(carried))
+    total = int(costs.sum() + carried.sum())
+    mean_times = numerator * total // (denominator * len(carried))
     return max(mean_times, int(costs.max(initial=0)))
 
 
 def _longest_first(costs: Ints, carried: Ints, alone: int = 0) -> Ints:
     """Return the owner of each item; the ``alone`` longest have the first owners for themselves."""
     owners = len(carried)
-    unit = (
-        len(costs) + 1
-    ) * owners  # load, count and owner as one number: twice as fast as a heap of tuples
-    heap = [load * unit + owner for owner, load in enumerate(carried.tolist())][alone:]
+    # load, count and owner as one number: twice as fast as a heap of tuples
+    unit = (len(costs) + 1) * owners
+    loads = carried.tolist()
+    heap = [loads[owner] * unit + owner for owner in range(alone, owners)]
     heapify(heap)
     order = np.argsort(-costs, kind="stable")
     chosen = list(range(alone))
@@ -242,15 +263,17 @@ def _near_first(costs: Ints, carried: Ints, hosts: HostsOfRows, limit: int) -> I
     loads = carried.copy()
     unit = (len(costs) + 1) * owners  # as in ``_longest_first``
     heaps: dict[int, list[int]] = {}
-    for owner, (host, load) in enumerate(zip(hosts.owners.tolist(), carried.tolist(), strict=True)):
-        heaps.setdefault(host, []).append(load * unit + owner)
+    hosts_of_owners = hosts.owners.tolist()
+    for owner, load in enumerate(carried.tolist()):
+        heaps.setdefault(hosts_of_owners[owner], []).append(load * unit + owner)
     for heap in heaps.values():
         heapify(heap)
     order = np.argsort(-costs, kind="stable")
     chosen = np.full(len(costs), NOWHERE, dtype=np.int64)
-    for item, cost, host in zip(
-        order.tolist(), costs[order].tolist(), hosts.items[order].tolist(), strict=True
-    ):
+    items = order.tolist()
+    item_costs = costs[order].tolist()
+    item_hosts = hosts.items[order].tolist()
+    for item, cost, host in zip(items, item_costs, item_hosts, strict=True):
         heap = heaps.get(host, [])
         if heap and heap[0] // unit + cost <= limit:
             least = heap[0] % owners
@@ -303,14 +326,16 @@ def _stays(costs: Ints, owners: int, homes: Ints, limit: int) -> NDArray[np.bool
     """
     at_home = homes != NOWHERE
     loads_at_home = _sums(costs[at_home], homes[at_home], np.zeros(owners, np.int64))
-    bounds = np.where(loads_at_home <= limit, limit, int(costs.sum()) // owners).tolist()
+    mean = int(costs.sum()) // owners
+    bounds = np.where(loads_at_home <= limit, limit, mean).tolist()
     loads = [0] * owners
     stays = np.zeros(len(costs), dtype=np.bool_)
     order = np.argsort(-costs, kind="stable")
     order = order[at_home[order]]
-    for item, cost, home in zip(
-        order.tolist(), costs[order].tolist(), homes[order].tolist(), strict=True
-    ):
+    items = order.tolist()
+    item_costs = costs[order].tolist()
+    item_homes = homes[order].tolist()
+    for item, cost, home in zip(items, item_costs, item_homes, strict=True):
         if loads[home] == 0 or loads[home] + cost <= bounds[home]:
             loads[home] += cost
             stays[item] = True
@@ -340,7 +365,8 @@ def _pairs_by_cost(costs: Ints, part_of: Ints, owners: int, homes: Ints) -> Ints
     cost there first.
     """
     at_home = homes != NOWHERE
-    pairs, pair_of = np.unique(part_of[at_home] * owners + homes[at_home], return_inverse=True)
+    pair_of_item = part_of[at_home] * owners + homes[at_home]
+    pairs, pair_of = np.unique(pair_of_item, return_inverse=True)
     totals = _sums(costs[at_home], pair_of, np.zeros(len(pairs), np.int64))
     return pairs[np.argsort(-totals, kind="stable")]
 
@@ -366,11 +392,12 @@ def preferred_targets(groups: Ints, sources: Ints, edge: Edge) -> Ints:
     targets. So few pairs of workers exchange rows early, as many as there are workers, and a group
     is whole.
     """
-    spread = (groups.astype(np.uint64) * np.uint64(_SPREAD)) & np.uint64(2**_BITS - 1)
+    spread = groups.astype(np.uint64) * np.uint64(_SPREAD)
+    spread &= np.uint64(2**_BITS - 1)
     places = (sources.astype(np.uint64) << np.uint64(_BITS)) + spread
-    return (places * np.uint64(len(edge.targets)) // np.uint64(len(edge.sources) << _BITS)).astype(
-        np.int64
-    )
+    end = np.uint64(len(edge.sources) << _BITS)  # of all places
+    targets = places * np.uint64(len(edge.targets)) // end
+    return targets.astype(np.int64)
 
 
 def prefers(edge: Edge, hosts: Hosts) -> bool:
@@ -388,7 +415,11 @@ def prefers(edge: Edge, hosts: Hosts) -> bool:
 
 
 def early_targets(
-    edge: Edge, source: str, hosts: Hosts, *, prefetch: bool | None
+    edge: Edge,
+    source: str,
+    hosts: Hosts,
+    *,
+    prefetch: bool | None,
 ) -> dict[int, str]:
     """Return the targets, by index, that may get rows of a source early. ``prefetch``: see
     ``data.prefetch``.
@@ -398,9 +429,9 @@ def early_targets(
     at = edge.sources.index(source)
     here = host_of(source, hosts)
     first = at * len(edge.targets) // len(edge.sources)
-    last = ((at + 1) * len(edge.targets) - 1) // len(edge.sources)
+    stop = -(-(at + 1) * len(edge.targets) // len(edge.sources))  # rounded up
     targets = {}
-    for index in range(first, last + 1):
+    for index in range(first, stop):
         target = edge.targets[index]
         if prefetch or host_of(target, hosts) != here:
             targets[index] = target

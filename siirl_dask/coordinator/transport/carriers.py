@@ -1,5 +1,5 @@
-"""Carries requests between workers over comms of Dask: ``rows+unix`` within a host, ``rows+tcp`` or
-``rows+tls`` between hosts (``siirl_dask.comms``).
+"""Carries requests between workers over comms of Dask: ``rows+unix`` within a host, ``rows+tcp``,
+``rows+tls`` or ``rows+ucxx`` between hosts (``siirl_dask.comms``).
 
 Neither the scheduler nor the client sees any of it. Both sides of a connection prove that they know
 the secret of their run, the one who asks first, and close it where the run is another. A connection
@@ -32,7 +32,7 @@ from siirl_dask.comms.access import NetworkAccess
 from siirl_dask.comms.backends import register
 from siirl_dask.comms.proofs import Side
 from siirl_dask.comms.rows_comm import RowsComm
-from siirl_dask.comms.sockets import Scheme, open_socket, peer_process
+from siirl_dask.comms.sockets import Scheme, open_socket, open_unix_socket, peer_process
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request, answer_to
 from siirl_dask.dask_internals import FatalCommClosedError
@@ -216,7 +216,7 @@ class CommCarrier(ABC):
 
     async def _answer_next(self, comm: RowsComm) -> None:
         request = await comm.receive(wire.REQUEST)
-        async with comm.while_open():  # an answer that nobody waits for takes a place here
+        with comm.while_open():  # an answer that nobody waits for takes a place here
             head, frames = await answer_to(request.head, self._run, self._handler)
         await comm.send(head, frames)
 
@@ -336,11 +336,21 @@ class HostCarrier(CommCarrier):
         super().__init__(run, handler, len(members), timeout, {}, secret=secret)
         self._worker = worker
         self._members = members
+        self._met: set[str] = set()
+        """Members that were seen on this host."""
         self._pings: dict[str, asyncio.Task[Reply]] = {}
 
     async def start(self) -> None:
         if shared_memory_domain():
             await self._listen(self.address_of(self._worker), {})
+
+    def meet(self) -> None:
+        """Learn which members are on this host, while every member listens: one that ends before it
+        is asked for the first time is then known to be gone at once, and is not taken for one of
+        another host, whose link may have failed.
+        """
+        if shared_memory_domain():
+            self._met = {each for each in self._members if self._process_of(each) is not None}
 
     def address_of(self, worker: str) -> str:
         name = socket_name(self._run, worker, self._members[worker])
@@ -369,20 +379,22 @@ class HostCarrier(CommCarrier):
         """The kernel takes a connection for a process of this host, also for one that stands
         still.
         """
+        if worker in self._met:
+            return True
         if not shared_memory_domain():
             return False
-        return await self._process_of(worker) is not None
+        return self._process_of(worker) is not None
 
     async def runs(self, worker: str, seconds: float) -> bool:
         """The kernel refuses a connection to a process that has ended, and shows one that a signal
         stopped.
         """
-        pid = await self._process_of(worker)
+        pid = self._process_of(worker)
         if pid is None:
             return False
         return not _is_stopped(pid)
 
-    async def _process_of(self, worker: str) -> int | None:
+    def _process_of(self, worker: str) -> int | None:
         """Return the process that listens for a member, 0 where it is not known; None where there
         is none.
         """
@@ -392,7 +404,7 @@ class HostCarrier(CommCarrier):
                 return int(comm.extra_info["pid"])
         _, name = parse_address(address)
         try:
-            sock = await open_socket(Scheme.UNIX, name)
+            sock = open_unix_socket(name)
         except BlockingIOError:
             return 0  # it listens, and has not taken those that wait already
         except OSError:

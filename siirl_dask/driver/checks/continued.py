@@ -10,7 +10,7 @@ from siirl_dask.config import Config
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import DAG
 from siirl_dask.runs.tables import stored_steps
-from siirl_dask.schema import EPISODE_ID, TOKEN_VERSIONS
+from siirl_dask.schema import TOKEN_VERSIONS
 
 
 def check_continued(config: Config, dag: DAG) -> None:
@@ -30,11 +30,12 @@ def check_continued(config: Config, dag: DAG) -> None:
             "siirl_dask.nodes:generate or siirl_dask.nodes:play"
         )
     continued = [node for node in dag.nodes if node.contract.carries is not None]
-    if rollout.window and not any(EPISODE_ID in node.contract.writes.names for node in continued):
+    if rollout.window and not any(
+        TOKEN_VERSIONS in node.contract.writes.names for node in continued
+    ):
         raise ConfigError(
-            f"rollout.window={rollout.window} and no node plays episodes: expected "
-            "siirl_dask.nodes:play, as in configs/dags/turns.yaml; long responses go on in the next "
-            "step with rollout.partial"
+            f"rollout.window={rollout.window} and no node takes the first groups that are whole: "
+            "expected siirl_dask.nodes:generate or siirl_dask.nodes:play"
         )
     if rollout.ledger is None:
         return

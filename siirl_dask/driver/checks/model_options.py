@@ -35,7 +35,9 @@ def with_models(value: _T, change: Change) -> _T:
     if isinstance(value, list | tuple):
         items: Any = [with_models(item, change) for item in value]
         changed = any(new is not old for new, old in zip(items, value, strict=True))
-        return type(value)(items) if changed else value
+        if changed:
+            return type(value)(items)
+        return value
     return value
 
 
@@ -48,7 +50,9 @@ def with_models_in_dag(dag: DAG, change: Change) -> DAG:
     changed = any(
         new is not old for new, old in zip((*roles, *nodes), (*dag.roles, *dag.nodes), strict=True)
     )
-    return DAG(roles, nodes) if changed else dag
+    if changed:
+        return DAG(roles, nodes)
+    return dag
 
 
 def _role(role: Role, change: Change) -> Role:
@@ -61,7 +65,9 @@ def _role(role: Role, change: Change) -> Role:
 
 def _node(node: Node, change: Change) -> Node:
     changed = with_models(node.options, change)
-    return node if changed is node.options else dataclasses.replace(node, options=changed)
+    if changed is node.options:
+        return node
+    return dataclasses.replace(node, options=changed)
 
 
 def _changed(values: Mapping[str, Any], change: Change) -> dict[str, Any]:

@@ -40,7 +40,9 @@ class NumberType:
     @property
     def note(self) -> str:
         """Return a sentence for the user."""
-        verb = "takes" if self.certain else "is expected to take"
+        verb = "is expected to take"
+        if self.certain:
+            verb = "takes"
         return f"model.dtype=auto {verb} {self.dtype}: {self.why}"
 
 
@@ -58,7 +60,9 @@ class OpenTypes:
 
     def on_workers(self, client: Client) -> NumberType:
         """Return the type that the workers decide, where this machine could not."""
-        return self.expected if self.expected.certain else workers_dtype(client, self.expected)
+        if self.expected.certain:
+            return self.expected
+        return workers_dtype(client, self.expected)
 
 
 def is_open(config: Config, dags: Iterable[DAG] = ()) -> bool:

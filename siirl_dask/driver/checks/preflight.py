@@ -18,10 +18,11 @@ from siirl_dask.context import DeviceKind
 from siirl_dask.coordinator import Source, exists, open_source
 from siirl_dask.devices.accelerator import visible_devices
 from siirl_dask.driver.checks.prompt_rows import check_rows, encodes_dataset, may_be_answered
+from siirl_dask.driver.checks.reachable import check_model_folders
 from siirl_dask.driver.checks.weight_sync import check_weight_sync, transfer_notes
 from siirl_dask.driver.doctor.packages import refuse_older
 from siirl_dask.driver.phases import Phases
-from siirl_dask.errors import ConfigError, DataError, PlanError, UserError, did_you_mean
+from siirl_dask.errors import ConfigError, DataError, PlanError, UserError, counted, did_you_mean
 from siirl_dask.estimates.device_memory import cards_of, check_devices, device_memory, footprints_of
 from siirl_dask.estimates.memory import WorkerMemory, check_memory, memory_of
 from siirl_dask.estimates.memory_shortage import MemoryShortage, find_shortage
@@ -36,6 +37,7 @@ from siirl_dask.planner import (
     Role,
     RoleCost,
     bare,
+    dag_to_spec,
     host_notes,
     options_of,
     preflight_of,
@@ -90,12 +92,18 @@ def check(config: Config, phases: Phases, *, is_plan: bool = False) -> Checked:
         check_resources(config.cluster)
     serialize_phases(phases)
     for phase_plan, _ in phases.values():
+        if is_plan:
+            dag_to_spec(
+                phase_plan.dag
+            )  # a run writes it down, and refuses functions without a name
         for node in phase_plan.dag.nodes:
             node.try_options()
         _check_lone_samples(phase_plan.dag)
     check_weight_sync(config, plan)
     _check_expected_lengths(config, phases)
     costs = {role.name: _check_role(role, plan, config, is_plan) for role in plan.dag.roles}
+    reads = {name: cost.reads for name, cost in costs.items()}
+    check_model_folders(reads)
     _check_requirements(plan.dag, costs)
     for phase_plan, _ in phases.values():
         _check_columns(phase_plan.dag, costs)
@@ -113,11 +121,11 @@ def check(config: Config, phases: Phases, *, is_plan: bool = False) -> Checked:
         shortage = find_shortage(config, memory_of(config, phases, costs, accelerators=True))
     elif accelerator is None or computes_here:  # else the run is planned for another machine
         shortage = find_shortage(config, memory)
-    row_notes = _notes_on_rows(phases)
+    row_notes = [*_notes_on_rows(phases), *_notes_on_batch(config, phases)]
     return Checked(
         memory=memory,
         notes=[*_notes(plan, costs), *host_notes(plan), *transfer_notes(config, plan), *row_notes],
-        reads={name: cost.reads for name, cost in costs.items()},
+        reads=reads,
         footprints=footprints,
         row_notes=row_notes,
         shortage=shortage,
@@ -144,6 +152,23 @@ def _notes_on_rows(phases: Phases) -> list[str]:
                 encoded=encodes_dataset(plan.dag),
             )
     return list(dict.fromkeys(notes))
+
+
+def _notes_on_batch(config: Config, phases: Phases) -> list[str]:
+    """Return a sentence where a step takes more prompts than the dataset that is there has."""
+    _, dataset = next(iter(phases.values()))
+    if len(dataset.sources) > 1:
+        return []
+    (source,) = dataset.sources
+    if not source.table and not exists(source.url):
+        return []
+    rows = open_source(source).num_rows
+    if rows >= config.data.batch_size:
+        return []
+    return [
+        f"data.batch_size={config.data.batch_size} is more than the {counted(rows, 'row')} of "
+        f"dataset {source.url!r}: each step has prompts several times"
+    ]
 
 
 def check_resources(cluster: ClusterConfig) -> None:
@@ -316,7 +341,9 @@ def _notes(plan: Plan, costs: Mapping[str, RoleCost]) -> list[str]:
                 f"role {name!r}: its model is not on this machine, so its memory is not counted"
             )
     for note, names in roles.items():
-        subject = "role" if len(names) == 1 else "roles"
+        subject = "roles"
+        if len(names) == 1:
+            subject = "role"
         notes.append(f"{subject} {', '.join(names)}: {note}")
     return notes
 

@@ -86,9 +86,12 @@ class TooLong:
         that of the groups.
         """
         independent = sqrt(share * (1 - share) / self.looked_at)
-        deviations = (looked**2 * (found / looked - share) ** 2 for looked, found in self.counts)
+        deviation = 0.0
+        for looked, found in self.counts:
+            difference = found / looked - share
+            deviation += looked**2 * difference**2
         groups = len(self.counts)
-        between = sqrt(sum(deviations) * groups / max(1, groups - 1)) / self.looked_at
+        between = sqrt(deviation * groups / max(1, groups - 1)) / self.looked_at
         return max(independent, between)
 
 
@@ -113,11 +116,9 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
             # the engine, on the workers' machines, raises the error where they cannot load it
             # either
             return []
-    names = (
-        [f"source {share.name!r}: " for share in dataset.shares]
-        if isinstance(dataset, Mixture)
-        else [""]
-    )
+    names = [""]
+    if isinstance(dataset, Mixture):
+        names = [f"source {share.name!r}: " for share in dataset.shares]
     notes = []
     if any(_holds_texts(source) for source in dataset.sources):
         on_texts = (tokenizer.special_tokens_note, tokenizer.untemplated_note)
@@ -131,19 +132,18 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
     for name, source in zip(names, dataset.sources, strict=True):
         limit = config.data.max_prompt_length
         if processor is None:
-            counted = counted_lengths(source, tokenizer.identity, limit)
-            sample = (
-                sample_lengths(source, encode, limit, _TEXT // len(names))
-                if counted is None
-                else counted
-            )
+            sample = counted_lengths(source, tokenizer.identity, limit)
+            if sample is None:
+                sample = sample_lengths(source, encode, limit, _TEXT // len(names))
         else:
             with_images = partial(_encode_with_images, encode, processor)
             sample = sample_lengths(
                 source, with_images, limit, _TEXT // len(names), images=config.images.column
             )
         if sample.looked_at:
-            dropped = "; they are dropped from their steps" if sample.found else ""
+            dropped = ""
+            if sample.found:
+                dropped = "; they are dropped from their steps"
             notes.append(f"{name}{sample.text(limit)}{dropped}")
     return notes
 
@@ -236,7 +236,11 @@ def _samples(source: Source, images: str | None) -> Iterator[list[Any]]:
         rows = np.sort(random.permutation(min(group.rows, _HEAD))[:rows_of_group]).tolist()
         try:
             table = snapshot.read_row_group(
-                group, names, rows=rows, max_bytes=source.read_limit, footers=footers
+                group,
+                names,
+                rows=rows,
+                max_bytes=source.read_limit,
+                footers=footers,
             )
         except StorageError:
             continue

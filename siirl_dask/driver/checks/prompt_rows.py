@@ -21,6 +21,7 @@ from siirl_dask.errors import ConfigError, DataError, ImageError, counted
 from siirl_dask.images import images_of, load_processor, normalised
 from siirl_dask.images.prompts import marked
 from siirl_dask.models.cache import folder_here
+from siirl_dask.models.shapes import weight_shapes
 from siirl_dask.nodes import encode_prompts, sample_until_mixed
 from siirl_dask.planner import DAG, Plan, bare
 from siirl_dask.schema import ENDS_WITH_ANSWER, PROMPT
@@ -100,7 +101,9 @@ def check_rows(dataset: Dataset, *, answered: bool = True, encoded: bool = True)
                     f"dataset {source.url!r}: the prompt of row {row} of {place} is null "
                     f"(data.prompt={source.prompt}): remove such rows, or name another column"
                 )
-            row = None if answered else _first_answered(prompts)
+            row = None
+            if not answered:
+                row = _first_answered(prompts)
             if row is not None:
                 raise DataError(
                     f"dataset {source.url!r}: the prompt of row {row} of {place}: "
@@ -148,7 +151,11 @@ def _rows(source: Source) -> Iterator[tuple[str, pa.ChunkedArray, pa.ChunkedArra
         rows = range(min(group.rows, _ROWS))
         try:
             table = snapshot.read_row_group(
-                group, names, rows=rows, max_bytes=source.read_limit, footers=footers
+                group,
+                names,
+                rows=rows,
+                max_bytes=source.read_limit,
+                footers=footers,
             )
         except StorageError:
             continue
@@ -184,13 +191,17 @@ def _part_as_text(prompts: pa.ChunkedArray) -> str | None:
     if not (pa.types.is_string(contents.type) or pa.types.is_large_string(contents.type)):
         return None
     found = pc.index(pc.match_substring_regex(contents, _PART_AS_TEXT), True).as_py()
-    return None if found < 0 else str(contents[found])
+    if found < 0:
+        return None
+    return str(contents[found])
 
 
 def _values(table: pa.Table, path: str) -> pa.ChunkedArray:
     column, *fields = path.split(".")
     values = decoded_column(table[column])
-    return pc.struct_field(values, fields) if fields else values
+    if fields:
+        return pc.struct_field(values, fields)
+    return values
 
 
 def first_prompt(config: Config, plan: Plan, dataset: Dataset) -> FirstPrompt | None:
@@ -233,7 +244,10 @@ def first_prompt(config: Config, plan: Plan, dataset: Dataset) -> FirstPrompt | 
 
 
 def rendered(
-    tokenizer: HuggingFaceTokenizer, prompt: Any, name: str, continue_answers: bool = False
+    tokenizer: HuggingFaceTokenizer,
+    prompt: Any,
+    name: str,
+    continue_answers: bool = False,
 ) -> FirstPrompt:
     """Return a prompt as the model sees it, images as one placeholder each. DataError, with
     ``name``, if it cannot.
@@ -263,18 +277,25 @@ def named(name: str) -> Iterator[None]:
 
 
 def tokenizer_here(config: Config) -> HuggingFaceTokenizer | None:
-    """Return the tokenizer of ``model.path``; None where it cannot be loaded here, which the engine
-    will report.
+    """Return the tokenizer of ``model.path``; None where it cannot be reached from here, and for a
+    model without weights, of which a plan may know the config alone.
 
-    ConfigError for options of ``model`` that do not fit it.
+    ConfigError for one that cannot be loaded, and for options of ``model`` that do not fit it.
     """
     # transformers: seconds that others need not wait for
     from siirl_dask.rollout.tokenizer import load_tokenizer
 
-    label = f"model.path={config.model.path!r}"
+    path = config.model.path
     try:
-        tokenizer = load_tokenizer(folder_here(config.model.path, weights=False), label)
+        folder = folder_here(path, weights=False)
+        has_weights = bool(weight_shapes(path))
     except ConfigError:
+        return None
+    try:
+        tokenizer = load_tokenizer(folder, f"model.path={path!r}")
+    except ConfigError:
+        if has_weights:
+            raise
         return None
     return tokenizer.with_options(config.model)
 
@@ -283,7 +304,8 @@ def shortened(text: str) -> str:
     """Return the beginning and the end of a long text, without control characters of terminals."""
     if len(text) > _SHOWN:
         half = _SHOWN // 2
-        text = f"{text[:half]} [... {len(text) - _SHOWN:,} characters ...] {text[-half:]}"
+        left_out = len(text) - _SHOWN
+        text = f"{text[:half]} [... {left_out:,} characters ...] {text[-half:]}"
     return "".join(
         sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}"
         for sign in text

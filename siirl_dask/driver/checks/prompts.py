@@ -28,7 +28,9 @@ def check_prompts(completed: CompletedIteration, max_prompt_length: int) -> None
         agent, slash, _ = name.removesuffix(_PROMPTS).rpartition("/")
         prefix = f"{agent}{slash}"
         if name == f"{prefix}{_PROMPTS}":
-            subject = f"agent {agent}: " if agent else ""
+            subject = ""
+            if agent:
+                subject = f"agent {agent}: "
             _check(completed.iteration, metrics, max_prompt_length, subject=subject, prefix=prefix)
 
 

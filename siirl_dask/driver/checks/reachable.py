@@ -53,7 +53,9 @@ def check_reachable(
                     f"for worker {worker!r} on host {host!r} {problem}" for problem in found
                 ]
     if problems:
-        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        more = ""
+        if len(problems) > _NAMED:
+            more = f"; and {len(problems) - _NAMED} more"
         expected = (
             "; expected what the configuration names (model.path, data.url, run.url, ...) at the "
             "same place on every host: on a file system that all share, or a URL such as s3://...; "
@@ -73,10 +75,38 @@ def check_models_here(cluster: ClusterConfig, reads: Mapping[str, Sequence[str]]
             if is_remote(url) or Path(url).exists():
                 continue
             beside = (str(other) for other in Path(url).parent.glob("*"))
+            hint = did_you_mean(url, beside)
+            if "$" in url:
+                hint = "; an environment variable is written as in ${oc.env:HOME}/models"
             raise ConfigError(
                 f"the {what} of role {role!r} is not at {url!r}: expected a Hugging Face folder, or "
-                f"a URL such as hf://org/name{did_you_mean(url, beside)}"
+                f"a URL such as hf://org/name{hint}"
             )
+
+
+def check_model_folders(reads: Mapping[str, Sequence[str]]) -> None:
+    """Raise ConfigError for what is there on this machine in the place of a model, and is none.
+    ``reads`` has the folders that the workers of each role read, the model's first.
+    """
+    for role, urls in reads.items():
+        url = next(iter(urls), "")
+        if not url or is_remote(url) or not Path(url).exists():
+            continue
+        folder = Path(url)
+        if (folder / "config.json").is_file():
+            continue
+        hint = ""
+        if folder.is_file():
+            found = "is a file"
+        elif (folder / "adapter_config.json").is_file():
+            found = "holds adapters alone"
+            hint = "; give the model that they were trained on, and trainer.lora.path for them"
+        else:
+            found = "has no config.json"
+        raise ConfigError(
+            f"the model of role {role!r}: {url!r} {found}: expected a Hugging Face folder, with "
+            f"config.json, weights and tokenizer{hint}"
+        )
 
 
 def _read_by(
@@ -94,11 +124,9 @@ def _read_by(
     for phase, (phase_plan, dataset) in phases.items():
         if not any(isinstance(link, LoadPrompts) for link in phase_plan.chains[worker].flat):
             continue
-        labels = (
-            [f" {share.name!r}" for share in dataset.shares]
-            if isinstance(dataset, Mixture)
-            else [""]
-        )
+        labels = [""]
+        if isinstance(dataset, Mixture):
+            labels = [f" {share.name!r}" for share in dataset.shares]
         for label, source in zip(labels, dataset.sources, strict=True):
             needed[f"the {phase} dataset{label}"] = absolute(source.url)
     return tuple(needed.items())

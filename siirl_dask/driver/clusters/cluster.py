@@ -248,11 +248,9 @@ def _client_of_another(
             TypeError,
         ) as error:  # no file, half a file, no scheduler
             if time.monotonic() >= deadline:
-                where = (
-                    cluster.address
-                    if cluster.address
-                    else f"which {cluster.scheduler_file!r} names: {address}"
-                )
+                where = f"which {cluster.scheduler_file!r} names: {address}"
+                if cluster.address:
+                    where = cluster.address
                 raise RunError(
                     f"the scheduler was lost, and none came to its place ({where}) within "
                     f"cluster.scheduler_timeout={cluster.scheduler_timeout:g} s: {error}"

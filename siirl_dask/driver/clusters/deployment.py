@@ -34,7 +34,7 @@ from siirl_dask.dask_internals import (
 )
 from siirl_dask.driver.clusters.wait_for_workers import wait_for_workers
 from siirl_dask.driver.recovery.scheduler_guard import scheduler_guard
-from siirl_dask.errors import ConfigError, RunError, SiirlError, did_you_mean
+from siirl_dask.errors import ConfigError, RunError, SiirlError, clause, did_you_mean
 from siirl_dask.observe import Progress
 
 logger = logging.getLogger("siirl_dask.driver")
@@ -69,7 +69,9 @@ def deployed(config: ClusterConfig, progress: Progress) -> Iterator[Client]:
         scaling = _scale(cluster, config.workers)
 
         def check() -> None:
-            error = scaling.exception() if scaling.done() else None
+            error = None
+            if scaling.done():
+                error = scaling.exception()
             if error is not None:
                 raise _start_failure(spec, error) from error
 
@@ -137,7 +139,7 @@ def _factory(spec: ClusterSpec) -> Callable[[], Cluster]:
             module = import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"{where} cannot be imported: {error}; install the package that has it"
+            f"{where} cannot be imported: {clause(error)}; install the package that has it"
         ) from error
     factory = getattr(module, name, None)
     if factory is None:
@@ -163,7 +165,9 @@ def _factory(spec: ClusterSpec) -> Callable[[], Cluster]:
         signature(factory).bind(**spec.kwargs)
     except TypeError as error:
         unknown = next((key for key in spec.kwargs if key not in parameters), None)
-        hint = did_you_mean(unknown, parameters) if unknown else ""
+        hint = ""
+        if unknown:
+            hint = did_you_mean(unknown, parameters)
         raise ConfigError(f"{where} does not take its kwargs: {error}{hint}") from error
     return lambda: factory(**spec.kwargs)
 
@@ -241,7 +245,9 @@ def _start_failure(
 
 def _quoted(lines: Iterable[str]) -> str:
     shown = "; ".join(lines)
-    return f" (Dask's log: {shown})" if shown else ""
+    if shown:
+        return f" (Dask's log: {shown})"
+    return ""
 
 
 @contextmanager

@@ -23,10 +23,16 @@ from distributed import Future as DaskFuture
 from siirl_storage import absolute
 
 from siirl_dask.dask_internals import security_of, start_on_loop
-from siirl_dask.driver.caller import RunCaller, StopRequest
+from siirl_dask.driver.caller import (
+    AFTER_STEP,
+    AT_ONCE,
+    RunCaller,
+    StopRequest,
+    listen,
+    send,
+)
 from siirl_dask.driver.collection import Collection
 from siirl_dask.driver.feed import RunFeed
-from siirl_dask.driver.remote_stop import AFTER_STEP, AT_ONCE, listen, send
 from siirl_dask.driver.requested import RequestedRun
 from siirl_dask.driver.run import train
 from siirl_dask.errors import ConfigError, Interrupted, RunError
@@ -98,7 +104,9 @@ class ClusterDriver:
 
     def cancel(self, at_once: bool) -> None:
         """Order the driver to end the run."""
-        how = AT_ONCE if at_once else AFTER_STEP
+        how = AFTER_STEP
+        if at_once:
+            how = AT_ONCE
         start_on_loop(self._client, send(self._client, self._job.stop_topic, how))
 
     def _take(self, event: tuple[float, Any]) -> None:

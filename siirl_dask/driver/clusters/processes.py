@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from distributed import Client, Status
 from distributed.comm.addressing import get_address_host
 
-from siirl_dask.errors import ConfigError, WorkerLost
+from siirl_dask.errors import ConfigError, WorkerLost, clause
 from siirl_dask.scheduler import has_resources
 from siirl_dask.worker.process.report import ALIKE, SIMILAR, Report, report
 
@@ -148,7 +148,9 @@ def rank_order(workers: Mapping[str, tuple[str, Report | Exception | None]]) -> 
         if isinstance(answer, dict):
             host = answer["host"]
             devices = answer["devices"]
-        stable_name = "" if name == address else name
+        stable_name = name
+        if name == address:
+            stable_name = ""
         return tuple(_natural(text) for text in (host, address_host, devices, stable_name, name))
 
     return sorted(workers, key=sort_key)
@@ -192,7 +194,7 @@ def _check(scheduler: ClusterProcess, workers: Sequence[ClusterProcess]) -> None
         if isinstance(process.report, Exception):
             error = process.report
             raise ConfigError(
-                f"{process.label} cannot load siirl_dask: {type(error).__name__}: {error}; "
+                f"{process.label} cannot load siirl_dask: {type(error).__name__}: {clause(error)}; "
                 f"expected siirl_dask {here['versions']['siirl_dask']} and its dependencies in the "
                 f"Python that runs `{process.start}` there"
             )
@@ -221,7 +223,11 @@ def _differences(package: str, here: Report, reports: Mapping[str, Report]) -> l
 
 
 def _describe_others(
-    subject: str, here: str, found: Mapping[str, str], where: str = "here", at: str = "on"
+    subject: str,
+    here: str,
+    found: Mapping[str, str],
+    where: str = "here",
+    at: str = "on",
 ) -> list[str]:
     """Return a sentence for each value other than ``here``, which names the processes that have
     it.
@@ -229,10 +235,11 @@ def _describe_others(
     sentences = []
     for value in sorted({*found.values()} - {here}):
         labels = [label for label, each in found.items() if each == value]
-        more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
-        sentences.append(
-            f"{subject} is {here} {where} and {value} {at} {', '.join(labels[:_NAMED])}{more}"
-        )
+        more = ""
+        if len(labels) > _NAMED:
+            more = f" and {len(labels) - _NAMED} more"
+        named = ", ".join(labels[:_NAMED])
+        sentences.append(f"{subject} is {here} {where} and {value} {at} {named}{more}")
     return sentences
 
 
@@ -249,4 +256,6 @@ def _warn_of_variables(workers: Mapping[str, Report]) -> None:
 
 
 def _shown(value: str | None) -> str:
-    return "not set" if value is None else repr(value)
+    if value is None:
+        return "not set"
+    return repr(value)

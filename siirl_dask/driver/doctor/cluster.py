@@ -73,7 +73,9 @@ def _described(path: str) -> DoctorFinding:
 def _existing(cluster: ClusterConfig) -> list[DoctorFinding]:
     address = cluster.address
     if cluster.scheduler_file:
-        wait = _PATIENCE if Path(cluster.scheduler_file).exists() else 0.0
+        wait = 0.0
+        if Path(cluster.scheduler_file).exists():
+            wait = _PATIENCE
         address = read_address(cluster.scheduler_file, wait, Progress(0, enabled=False))
     assert address is not None
     try:
@@ -141,7 +143,9 @@ def _judge_resources(
             short.append(f"none has more than {most:g} of {name}")
         else:
             short.append(f"none has any {name}")
-    why = f": {', '.join(short)}" if short else ""
+    why = ""
+    if short:
+        why = f": {', '.join(short)}"
     return fault(
         _RESOURCES,
         f"{fitting} of {counted(len(there), 'worker')} have cluster.resources={needed}, and a run "
@@ -176,10 +180,8 @@ def _hosts(client: Client, addresses: dict[str, str], wanted: int) -> list[Docto
         ]
         if not faults and not isinstance(interface, Exception):
             count = list(hosts.values()).count(host)
-            workers = (
-                "1 worker, which reaches its"
-                if count == 1
-                else f"{count} workers, which reach their"
-            )
+            workers = "1 worker, which reaches its"
+            if count != 1:
+                workers = f"{count} workers, which reach their"
             findings.append(ok(f"host {host}", f"{workers} peers over {interface}"))
     return findings

@@ -72,7 +72,9 @@ def judge_unseen(there: dict[str, int], torch_version: str, built_for: str | Non
     """
     hidden = hidden_by()
     if not there or hidden:
-        why = f" ({hidden} is empty)" if hidden else ""
+        why = ""
+        if hidden:
+            why = f" ({hidden} is empty)"
         return ok("devices", f"no accelerator{why}: a run computes on CPUs")
     maker, count = next(iter(there.items()))
     said = (
@@ -97,8 +99,12 @@ def judge_unseen(there: dict[str, int], torch_version: str, built_for: str | Non
 def driver_of(maker: str) -> str:
     """Return the version of the installed driver of ``maker``; empty where it cannot be told."""
     file = _MAKERS[maker].driver
-    found = _LIBRARY.search(file.read_text()) if file.is_file() else None
-    return found[1] if found else ""
+    found = None
+    if file.is_file():
+        found = _LIBRARY.search(file.read_text())
+    if found:
+        return found[1]
+    return ""
 
 
 def _install(traits: Traits) -> str:
@@ -159,7 +165,9 @@ def check_backends(kind: DeviceKind) -> list[DoctorFinding]:
     findings = [ok("collectives", text)]
     for kind_traits in map(traits_of, DeviceKind):
         variable = kind_traits.interface
-        value = os.environ.get(variable) if variable else None
+        value = None
+        if variable:
+            value = os.environ.get(variable)
         if variable and value:
             findings.append(judge_interface(variable, value, interfaces))
     return findings

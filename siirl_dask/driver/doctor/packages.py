@@ -80,7 +80,10 @@ class _Project:
     """The requirements of this package: from pyproject.toml beside it, or as it was installed."""
 
     def __init__(
-        self, requires_python: str, needed: list[str], optional: dict[str, list[str]]
+        self,
+        requires_python: str,
+        needed: list[str],
+        optional: dict[str, list[str]],
     ) -> None:
         self.requires_python = SpecifierSet(requires_python)
         self.needed = [

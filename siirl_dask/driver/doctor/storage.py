@@ -64,7 +64,9 @@ def check_storage(url: str) -> DoctorFinding:
         set_retry_seconds(before)
     if findings:
         return findings[0]
-    last = f": {warnings[-1]}" if warnings else ""
+    last = ""
+    if warnings:
+        last = f": {warnings[-1]}"
     return fault(_PART, f"{url} has not answered in {_PATIENCE:g} s{last}", _CURE)
 
 
@@ -116,7 +118,9 @@ def _new_folder(url: str) -> Iterator[tuple[AbstractFileSystem, str]]:
     """
     fs, folder = open_fs(join(url, f".doctor-{uuid4().hex}"))
     local = isinstance(fs, LocalFileSystem)
-    new = [place for place in Path(folder).parents if not place.exists()] if local else []
+    new = []
+    if local:
+        new = [place for place in Path(folder).parents if not place.exists()]
     try:
         yield fs, folder
     finally:

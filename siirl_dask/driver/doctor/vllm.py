@@ -30,7 +30,10 @@ def vllm_probe() -> Iterator[subprocess.Popen[str] | None]:
         return
     command = [sys.executable, "-m", _PROBE]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             yield process

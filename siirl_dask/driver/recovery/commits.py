@@ -55,7 +55,9 @@ class Commits:
         if (step, table) in self._obsolete:
             self._remove(step, table)
             return
-        spent = self.cuts[table].spent if table in self.cuts else None
+        spent = None
+        if table in self.cuts:
+            spent = self.cuts[table].spent
         record = describe_stage(
             step=step,
             table=table,

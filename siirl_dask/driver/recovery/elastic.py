@@ -37,7 +37,11 @@ class ElasticWorkers:
     """
 
     def __init__(
-        self, config: Config, plan: Planner, reads: Mapping[str, Sequence[str]], progress: Progress
+        self,
+        config: Config,
+        plan: Planner,
+        reads: Mapping[str, Sequence[str]],
+        progress: Progress,
     ) -> None:
         """``reads`` has the folders that the workers of each role read."""
         self._config = config
@@ -97,7 +101,9 @@ class ElasticWorkers:
                     self._joined = [name for name in resized.members if name not in group.members]
 
         return lambda: threading.Thread(
-            target=look, name="look-at-idle-workers", daemon=True
+            target=look,
+            name="look-at-idle-workers",
+            daemon=True,
         ).start()
 
     def until_change(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
@@ -107,7 +113,9 @@ class ElasticWorkers:
         if not self._joined or steps >= self._config.run.steps:
             return
         names = ", ".join(map(repr, self._joined))
-        workers = "workers" if len(self._joined) > 1 else "worker"
+        workers = "worker"
+        if len(self._joined) > 1:
+            workers = "workers"
         joined = WorkersJoined(
             f"taking in {len(self._joined)} more {workers} after step {steps}: {names}"
         )
@@ -150,8 +158,12 @@ class ElasticWorkers:
                 time.sleep(_INTERVAL)
 
     def _too_few(self, available: Mapping[str, str], timeout: float) -> str:
-        why = f": {self._plan_error}" if self._plan_error is not None else ""
-        workers = "1 worker is" if len(available) == 1 else f"{len(available)} workers are"
+        why = ""
+        if self._plan_error is not None:
+            why = f": {self._plan_error}"
+        workers = "1 worker is"
+        if len(available) != 1:
+            workers = f"{len(available)} workers are"
         return f"{workers} free after {timeout:g} s, too few for the roles of the run{why}"
 
     def _available(self, client: Client, plugin: str | None) -> dict[str, str]:
@@ -169,7 +181,10 @@ class ElasticWorkers:
         }
 
     def _choose(
-        self, client: Client, group: WorkerGroup | None, available: Mapping[str, str]
+        self,
+        client: Client,
+        group: WorkerGroup | None,
+        available: Mapping[str, str],
     ) -> WorkerGroup | None:
         """Return a group of as many of the ``available`` workers as a plan can be made for; None if
         for none.
@@ -232,7 +247,9 @@ class ElasticWorkers:
         """
         if now == before:
             return
-        waited = f": no other came within {patience:g} s" if patience and now < before else ""
+        waited = ""
+        if patience and now < before:
+            waited = f": no other came within {patience:g} s"
         self._progress.note(
             f"going on with {now} worker{'s' if now > 1 else ''} instead of {before}{waited}"
         )

@@ -59,7 +59,10 @@ class Preemption:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: object,
     ) -> None:
         """Raise Preempted for a failure after SIGTERM: the machine goes, so the run is not
         launched again. A caller who wants the run to end gets the failure itself.

@@ -88,7 +88,10 @@ def start_lost_workers(client: Client, cluster: ClusterConfig, group: WorkerGrou
 
 
 def remove_unusable_workers(
-    client: Client, group: WorkerGroup, failure: SiirlError | None, plugin: str | None
+    client: Client,
+    group: WorkerGroup,
+    failure: SiirlError | None,
+    plugin: str | None,
 ) -> None:
     """Remove the workers that would block the next launch: those that answer nothing, and those
     whose task never ends.
@@ -156,7 +159,10 @@ def _beats_of_tasks(client: Client, group: WorkerGroup, plugin: str) -> dict[str
 
 
 def _remove_silent(
-    client: Client, group: WorkerGroup, failure: SiirlError | None, plugin: str | None
+    client: Client,
+    group: WorkerGroup,
+    failure: SiirlError | None,
+    plugin: str | None,
 ) -> None:
     """Remove each worker, of the group or idle, that answers nothing for as long as a peer may be
     silent.
@@ -177,7 +183,11 @@ def _remove_silent(
 
 
 def _answer_timeouts(
-    client: Client, group: WorkerGroup, plugin: str | None, *, was_silent: bool
+    client: Client,
+    group: WorkerGroup,
+    plugin: str | None,
+    *,
+    was_silent: bool,
 ) -> dict[str, float]:
     """Return the seconds within which the worker at each address has to answer.
 

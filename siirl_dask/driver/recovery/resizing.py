@@ -39,7 +39,10 @@ class Kinds:
         return frozenset().union(*self.shares)
 
     def assign(
-        self, before: Mapping[str, Kind], there: Sequence[str], count: int
+        self,
+        before: Mapping[str, Kind],
+        there: Sequence[str],
+        count: int,
     ) -> Iterator[dict[str, Kind]]:
         """Yield ways to give ``count`` of the workers ``there`` a kind, so that every role has a
         worker.
@@ -60,7 +63,10 @@ class Kinds:
                     yield changed
 
     def _stay(
-        self, before: Mapping[str, Kind], there: Sequence[str], count: int
+        self,
+        before: Mapping[str, Kind],
+        there: Sequence[str],
+        count: int,
     ) -> dict[str, Kind] | None:
         """Return a kind for ``count`` workers; those of ``before`` have theirs. None where a
         role would have none.

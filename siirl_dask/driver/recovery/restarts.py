@@ -66,7 +66,9 @@ class Restarts:
             return failure
         if self._current is None and not may_pass(failure):
             return failure
-        times = "once more" if self._in_a_row == 1 else f"{self._in_a_row} times more"
+        times = "once more"
+        if self._in_a_row != 1:
+            times = f"{self._in_a_row} times more"
         note = (
             f"it was tried {times} without a new step (run.max_restarts={self.limit}); the last "
             f"time: {failure}"
@@ -116,7 +118,9 @@ class Restarts:
         self._in_a_row += 1
         self._begin(failure, steps)
         silence = getattr(failure, "silence", None)
-        after = "" if silence is None else f", noticed {silence:.1f} s after its last sign of life"
+        after = ""
+        if silence is not None:
+            after = f", noticed {silence:.1f} s after its last sign of life"
         if failure.report:
             self.note(failure.report)
         self.note(f"restart {self._in_a_row} of {self.limit} (run.max_restarts){after}: {failure}")
@@ -137,5 +141,7 @@ class Restarts:
         since = getattr(failure, "since", None)
         self._failed_at = time.monotonic() if since is None else since
         self._current = Restart(
-            cause=str(failure), steps=steps, silence=getattr(failure, "silence", None)
+            cause=str(failure),
+            steps=steps,
+            silence=getattr(failure, "silence", None),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from siirl_storage import absolute, join, open_fs
 
@@ -20,16 +21,17 @@ from siirl_dask.errors import (
     counted,
 )
 from siirl_dask.observe import METRICS_FILE, Record, Status, read_metrics, read_summary
-from siirl_dask.planner import DAG, Cut, Iteration, Node, Phase
+from siirl_dask.planner import DAG, TRACE, Cut, Iteration, Node, Phase
 from siirl_dask.runs.checkpoint_state import CheckpointState
+from siirl_dask.runs.checkpoints import BEGUN, Checkpoint, find_checkpoints, unfinished_steps
 from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
-from siirl_dask.runs.checkpoints import Checkpoint, find_checkpoints, unfinished_steps
 from siirl_dask.runs.folder import RunIdentity, known_digests, read_identity
 from siirl_dask.runs.identity_file import DataVersion, read_identity_file, relocation_of
 from siirl_dask.runs.reader import Run
 from siirl_dask.runs.stages import Stage
 from siirl_dask.runs.tables import stored_steps
 from siirl_dask.schema import PARAMETER_DATA
+from siirl_dask.tables import step_of
 from siirl_dask.wording import redacted
 from siirl_dask.worker.roles.role_state import ResumeFrom
 
@@ -72,7 +74,9 @@ class ResumePoint:
     @property
     def last(self) -> int:
         """The last step whose generated rows are all stored."""
-        return self.stages[-1].step if self.stages else self.done
+        if self.stages:
+            return self.stages[-1].step
+        return self.done
 
     def metrics_before(self, iteration: Iteration) -> dict[str, Metric]:
         """Return what a replayed step had logged when its stage was stored; nothing for any
@@ -96,7 +100,12 @@ class ResumePoint:
 
 
 def find_resume_point(
-    config: Config, dag: DAG, *, fresh: bool, force: bool, damaged: Mapping[str, str] | None = None
+    config: Config,
+    dag: DAG,
+    *,
+    fresh: bool,
+    force: bool,
+    damaged: Mapping[str, str] | None = None,
 ) -> ResumePoint:
     """Return where the run at ``run.url`` begins; with ``fresh`` at step 1, whatever the folder
     holds.
@@ -104,7 +113,8 @@ def find_resume_point(
     It resumes from the newest checkpoint that can be used. ``damaged`` holds the URLs of those that
     cannot, each with what is wrong with it. CheckpointError if there are checkpoints and none can
     be used; ConfigError if the folder holds a finished run, checkpoints without a run, or (unless
-    ``force``) a run that differs in what decides its results.
+    ``force``) a run that differs in what decides its results. Where that run ended before its first
+    step was done, there is nothing to protect, and it begins at step 1.
     """
     url = config.run.url
     if fresh:
@@ -112,17 +122,28 @@ def find_resume_point(
     recorded, checkpoints = _read_folder(url)
     if recorded is None:
         if checkpoints or _logged_steps(url):
-            what = "checkpoints" if checkpoints else "metrics"
+            what = "metrics"
+            if checkpoints:
+                what = "checkpoints"
             raise ConfigError(
                 f"run.url={url!r} holds {what} of a run whose config.yaml is gone: {_OTHERWISE}"
             )
         return ResumePoint()
     _check_unfinished(config, checkpoints[-1].step if checkpoints else 0)
-    identity = RunIdentity.of(config, dag)
     moved = relocation_of(url)
-    differences = [] if force else recorded.differences(identity, moved)
+    differences = []
+    if not force:
+        differences = recorded.changes(config, dag)
+    if differences and is_untouched(url):
+        return ResumePoint(
+            fresh=True,
+            note=f"no step of the run at {url} was finished, and none of its rows are stored: it "
+            f"begins again with {'; '.join(differences)}",
+        )
     if differences:
-        was = "" if moved is None else f" (when it was started last it was at {moved.before!r})"
+        was = ""
+        if moved is not None:
+            was = f" (when it was started last it was at {moved.before!r})"
         raise ConfigError(
             f"run.url={url!r} holds a run already{was}, which differs in what decides its results: "
             f"{'; '.join(differences)}. Give what it was started with, --force to go on all the "
@@ -131,11 +152,9 @@ def find_resume_point(
     if not checkpoints:
         return ResumePoint(exists=True, note=f"no checkpoint in {url}: its steps are done anew")
     checkpoint, state, skipped = _newest_usable(url, checkpoints, damaged or {})
-    changed = (
-        ""
-        if state.digest in (*known_digests(config, dag), recorded.digest())
-        else ", of another configuration, DAG or version of siirl_dask"
-    )
+    changed = ""
+    if state.digest not in (*known_digests(config, dag), recorded.digest()):
+        changed = ", of another configuration, DAG or version of siirl_dask"
     return ResumePoint(
         done=checkpoint.step,
         checkpoint=checkpoint,
@@ -208,10 +227,15 @@ def check_nothing_lost(url: str, resume: ResumePoint, tables: Iterable[str]) -> 
 
 
 def check_same_data(
-    url: str, resume: ResumePoint, data: Mapping[str, DataVersion], *, force: bool
+    url: str,
+    resume: ResumePoint,
+    data: Mapping[str, DataVersion],
+    models: Mapping[str, str] = MappingProxyType({}),
+    *,
+    force: bool,
 ) -> tuple[str, ...]:
-    """Raise ConfigError if a table of ``data`` is not what it was when the run at ``url`` was
-    started last.
+    """Raise ConfigError if a table of ``data``, or the weights of one of ``models``, are not what
+    they were when the run at ``url`` was started last.
 
     With ``force`` a sentence about each is returned instead. Nothing is compared where all steps
     are repeated, and a run of an earlier version has recorded nothing.
@@ -224,15 +248,23 @@ def check_same_data(
     changes = []
     for key, before in recorded.data.items():
         now = data.get(key, before)
-        if now != before:
-            same = ", of other content" if str(now) == str(before) else ""
+        if not now.is_same(before):
+            same = ""
+            if str(now) == str(before):
+                same = ", of other content"
             changes.append(
                 f"the table of {key} was replaced or changed: it had {before}, and now has "
                 f"{now}{same}"
             )
+    for key, digest in recorded.models.items():
+        if models.get(key, digest) != digest:
+            changes.append(
+                f"the weights of {key} were replaced or changed, which adapters, a reference and "
+                "frozen parts are of"
+            )
     if changes and not force:
         raise ConfigError(
-            f"run.url={url!r} holds a run of other data: {'; '.join(changes)}. Bring back what it "
+            f"run.url={url!r} holds a run of other data or weights: {'; '.join(changes)}. Bring back what it "
             f"was started with, give --force to go on with what is there now, or {_OTHERWISE}"
         )
     return tuple(changes)
@@ -253,12 +285,41 @@ def _steps_of_summary(url: str) -> int:
         return 0
 
 
+def is_untouched(url: str) -> bool:
+    """Return whether the run at ``url`` has ended without anything that another start of it would
+    lose: no step was done, no file of a checkpoint is there, and no rows of a step are committed.
+
+    False where a file that would tell is damaged, and while nobody has said that the run ended.
+    """
+    fs, path = open_fs(url)
+    try:
+        summary = read_summary(url)
+        records = read_metrics(url) if fs.exists(f"{path}/{METRICS_FILE}") else []
+    except (DataError, FileNotFoundError):
+        return False
+    if summary.status is Status.COMPLETE or summary.steps:
+        return False
+    if any(record["phase"] is Phase.TRAIN for record in records):
+        return False
+    for file in fs.find(path):
+        table, _, inside = str(file)[len(path) + 1 :].partition("/")
+        folder, _, name = inside.rpartition("/")
+        step = step_of(folder.rpartition("/")[2])
+        if table == CHECKPOINTS and name != BEGUN:
+            return False
+        if step and table != TRACE and name.endswith(".json"):
+            return False  # a record, which commits the rows
+    return True
+
+
 def recorded_dtype(url: str) -> Dtype | None:
     """Return the number type of the run at ``url``, whatever it was started with; None where
-    there is no run.
+    there is no run, or none that has done anything.
     """
     recorded, _ = _read_folder(url)
-    return None if recorded is None else Dtype(recorded.values["model.dtype"])
+    if recorded is None or is_untouched(url):
+        return None
+    return Dtype(recorded.values["model.dtype"])
 
 
 def _read_folder(url: str) -> tuple[RunIdentity | None, list[Checkpoint]]:
@@ -300,7 +361,9 @@ def weights_dag(dag: DAG) -> DAG | None:
                 "on from a checkpoint; expected nodes that need the trainer and the engine alone"
             )
         nodes[node.name] = replace(node, after=after, save_as=None, lag=0)
-    return DAG(dag.roles, tuple(nodes.values())) if nodes else None
+    if nodes:
+        return DAG(dag.roles, tuple(nodes.values()))
+    return None
 
 
 def _check_unfinished(config: Config, done: int) -> None:

@@ -68,7 +68,9 @@ class _Guard:
 
     def known_reason(self) -> str | None:
         """Return what has happened to the scheduler; None if nothing is known."""
-        return self._end.result() if self._end.done() else None
+        if self._end.done():
+            return self._end.result()
+        return None
 
     def find_out(self) -> str | None:
         """Return what has happened to the scheduler; None once it answers."""

@@ -88,7 +88,9 @@ class _Report:
         malformed.
         """
         text = event.get("part")
-        part = None if text is None else parse_part(json.loads(text))
+        part = None
+        if text is not None:
+            part = parse_part(json.loads(text))
         return _Report(part, unpack(event["metrics"]), event["position"])
 
 

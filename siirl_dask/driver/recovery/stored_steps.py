@@ -29,7 +29,11 @@ logger = logging.getLogger("siirl_dask.driver")
 
 
 def with_stages(
-    config: Config, dag: DAG, resume: ResumePoint, client: Client, members: Mapping[str, str]
+    config: Config,
+    dag: DAG,
+    resume: ResumePoint,
+    client: Client,
+    members: Mapping[str, str],
 ) -> ResumePoint:
     """Return ``resume`` with the stages after its checkpoint, as far as each step has a complete
     one.
@@ -190,9 +194,15 @@ def _describe_replay(stages: Sequence[Stage], tables: Sequence[str], cuts: Itera
         own = [stage.step for stage in stages if stage.table == table]
         if own:
             by_table.append(f"{_span(own)} from {table}")
-    where = f" ({', '.join(by_table)})" if by_table else ""
-    rest = "what these do not hold" if any(cut.generates for cut in cuts) else "no row of them"
-    verb = "is" if len(steps) == 1 else "are"
+    where = ""
+    if by_table:
+        where = f" ({', '.join(by_table)})"
+    rest = "no row of them"
+    if any(cut.generates for cut in cuts):
+        rest = "what these do not hold"
+    verb = "are"
+    if len(steps) == 1:
+        verb = "is"
     return f"{_span(steps)} {verb} replayed from stored rows{where}: {rest} is generated again"
 
 

@@ -50,7 +50,10 @@ def verified_resume_point(
 
 
 def _damage(
-    client: Client, members: Mapping[str, str], checkpoint: Checkpoint, timeout: float
+    client: Client,
+    members: Mapping[str, str],
+    checkpoint: Checkpoint,
+    timeout: float,
 ) -> str:
     """Return what is wrong with the checkpoint; empty if nothing is."""
     files = [
@@ -70,7 +73,10 @@ class WrittenFile:
 
 
 def damages_of(
-    client: Client, members: Mapping[str, str], files: Sequence[WrittenFile], timeout: float
+    client: Client,
+    members: Mapping[str, str],
+    files: Sequence[WrittenFile],
+    timeout: float,
 ) -> list[str]:
     """Return what is wrong with each of the files, empty for one that is as it was written.
 
@@ -95,7 +101,10 @@ def damages_of(
 
 
 def _wait(
-    client: Client, members: Mapping[str, str], futures: Iterable[Future[str]], timeout: float
+    client: Client,
+    members: Mapping[str, str],
+    futures: Iterable[Future[str]],
+    timeout: float,
 ) -> None:
     """Wait for all. RunError when none is done for ``timeout`` seconds.
 

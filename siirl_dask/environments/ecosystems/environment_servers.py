@@ -65,7 +65,9 @@ def _parts_of(url: object) -> SplitResult | None:
         return None
     if port == 0 or parts.scheme not in ("http", "https"):
         return None
-    return parts if parts.hostname else None
+    if parts.hostname:
+        return parts
+    return None
 
 
 def ask(name: EcosystemName, path: str, body: object = None) -> Any:
@@ -73,7 +75,9 @@ def ask(name: EcosystemName, path: str, body: object = None) -> Any:
     answers, or not in JSON.
     """
     address = f"{url_of(name)}{path}"
-    data = None if body is None else json.dumps(body).encode()
+    data = None
+    if body is not None:
+        data = json.dumps(body).encode()
     request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
     # proxies of the process's environment are for other hosts
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -137,7 +137,9 @@ class GymnasiumEnvironment:
     def _text(self, observation: Any) -> str:
         if self._observation is not None:
             return str(self._observation(observation, self._environment.unwrapped))
-        drawn = self._environment.render() if self._environment.render_mode == "ansi" else None
+        drawn = None
+        if self._environment.render_mode == "ansi":
+            drawn = self._environment.render()
         if isinstance(drawn, str):
             # colours mark places, such as that of the player
             return _COLOURED.sub(r"[\1]", drawn).strip("\n")
@@ -150,6 +152,12 @@ class GymnasiumEnvironment:
         if not isinstance(space, gymnasium.spaces.Discrete):
             return text
         found = _NUMBER.findall(text)
-        last = found[-1] if found else ""
-        number = int(last) if 0 < len(last) <= _MOST_DIGITS else None
-        return number if number is not None and space.contains(number) else None
+        last = ""
+        if found:
+            last = found[-1]
+        number = None
+        if 0 < len(last) <= _MOST_DIGITS:
+            number = int(last)
+        if number is not None and space.contains(number):
+            return number
+        return None

@@ -25,7 +25,7 @@ from siirl_dask.environments.ecosystems.environment_servers import (
 )
 from siirl_dask.environments.ecosystems.observations import observed, opening_after
 from siirl_dask.environments.protocol import Failure, Message, Opening, Step
-from siirl_dask.errors import PlanError, did_you_mean
+from siirl_dask.errors import PlanError, clause, did_you_mean
 from siirl_dask.planner.spec.ecosystems import EcosystemName
 
 ROWS = None
@@ -42,11 +42,15 @@ def environment(name: EcosystemName) -> Callable[..., Any]:
     """
     _check_options(name)
     described = ask(name, "/openapi.json")
-    paths = described.get("paths", {}) if isinstance(described, dict) else {}
+    paths = {}
+    if isinstance(described, dict):
+        paths = described.get("paths", {})
     if "/step" in paths and "/reset" in paths:
         return partial(NemoGymTask, url=url_of(name), begin="/reset", answer="/step")
     if "/verify" in paths:
-        begin = "/seed_session" if "/seed_session" in paths else None
+        begin = None
+        if "/seed_session" in paths:
+            begin = "/seed_session"
         return partial(NemoGymTask, url=url_of(name), begin=begin, answer="/verify")
     raise PlanError(
         f"{name.spelled!r}: the server has neither /step nor /verify (it has: {sorted(paths)}): "
@@ -89,7 +93,8 @@ def rows(name: EcosystemName, seed: int) -> Iterator[Mapping[str, Any]]:
 
 def _check_options(name: EcosystemName) -> None:
     known = (URL, _FILE)
-    if unknown := [key for key in name.options if key not in known]:
+    unknown = [key for key in name.options if key not in known]
+    if unknown:
         raise PlanError(
             f"{name.spelled!r}: unknown option {unknown[0]!r}; expected one of {[*known]}"
             f"{did_you_mean(unknown[0], known)}"
@@ -105,14 +110,14 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
                     yield number, line
                 number += 1
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path!r}: {error}: expected a file of JSON lines") from error
+        raise PlanError(f"{path!r}: {clause(error)}: expected a file of JSON lines") from error
 
 
 def _entry_of(line: str, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except ValueError as error:
-        raise PlanError(f"{where}: {error}: expected a JSON object") from error
+        raise PlanError(f"{where}: {clause(error)}: expected a JSON object") from error
     if not isinstance(entry, dict) or not isinstance(entry.get(_ASKED), dict):
         raise PlanError(f"{where}: expected a JSON object with {_ASKED}")
     return entry
@@ -121,20 +126,28 @@ def _entry_of(line: str, where: str) -> dict[str, Any]:
 def _messages(asked: Mapping[str, Any], where: str) -> list[Message]:
     """Return what a model is asked with, as chat messages. PlanError for images and other items."""
     given = asked.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items = given
+    if isinstance(given, str):
+        items = [{"role": "user", "content": given}]
     if not isinstance(items, list) or not items:
         raise PlanError(f"{where}: {_ASKED}.input={given!r}: expected a text or messages")
     instructions = asked.get("instructions")
-    messages = [{"role": "system", "content": instructions}] if instructions else []
+    messages = []
+    if instructions:
+        messages = [{"role": "system", "content": instructions}]
     return [*messages, *(_message(item, where) for item in items)]
 
 
 def _message(item: Any, where: str) -> Message:
-    content = item.get("content") if isinstance(item, dict) else None
+    content = None
+    if isinstance(item, dict):
+        content = item.get("content")
     if isinstance(content, list):
         texts = [part.get("text") if isinstance(part, dict) else None for part in content]
         only_texts = [text for text in texts if isinstance(text, str)]
-        content = "".join(only_texts) if len(only_texts) == len(texts) else None
+        content = None
+        if len(only_texts) == len(texts):
+            content = "".join(only_texts)
     if not isinstance(content, str) or not isinstance(item.get("role"), str):
         raise PlanError(f"{where}: {_ASKED}.input has {item!r:.200}: expected messages of text")
     return {"role": item["role"], "content": content}

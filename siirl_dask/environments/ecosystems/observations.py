@@ -30,4 +30,6 @@ def observed(row: Mapping[str, Any], text: str) -> str:
     """Return an observation as the model sees it: where the prompt is a text, on lines of its own
     behind the model's turn.
     """
-    return f"\n{text}\n" if isinstance(row.get("prompt"), str) else text
+    if isinstance(row.get("prompt"), str):
+        return f"\n{text}\n"
+    return text

@@ -72,7 +72,9 @@ def rows(name: EcosystemName, seed: int) -> Iterator[Mapping[str, Any]]:
             yield {"prompt": prompt, "seed": seed}
             seed += 1
     found = ask(name, f"/{name.id}/num_tasks", {_SPLIT: name.options[_SPLIT]})
-    count = found.get("num_tasks") if isinstance(found, dict) else None
+    count = None
+    if isinstance(found, dict):
+        count = found.get("num_tasks")
     if not isinstance(count, int):
         raise PlanError(
             f"{name.spelled!r}: the environment lists no tasks of "
@@ -93,7 +95,9 @@ def _described(name: EcosystemName) -> dict[str, Any]:
     if isinstance(listed, list) and name.id.lower() not in [str(one).lower() for one in listed]:
         raise unknown_id(name, {str(one): None for one in listed})
     schemas = ask(name, "/schema")
-    action = schemas.get("action") if isinstance(schemas, dict) else None
+    action = None
+    if isinstance(schemas, dict):
+        action = schemas.get("action")
     if not isinstance(action, dict):
         raise PlanError(
             f"{name.spelled!r}: {url_of(name)}/schema does not describe actions: expected a server "
@@ -116,7 +120,9 @@ def _only_field(schema: Mapping[str, Any]) -> tuple[str, str] | None:
     if len(chosen) != 1:
         return None
     kind = fields[chosen[0]].get("type")
-    return (chosen[0], kind) if kind in ("string", "integer") else None
+    if kind in ("string", "integer"):
+        return (chosen[0], kind)
+    return None
 
 
 def _wanted(schema: Mapping[str, Any]) -> str:
@@ -147,7 +153,9 @@ class OpenEnvEpisode:
         """
         self._url = f"ws{url.removeprefix('http')}/ws"
         self._schema = schema
-        self._options = {} if options is None else dict(options)
+        self._options = {}
+        if options is not None:
+            self._options = dict(options)
         self._observation = observation
         self._action = action
         self._connection: WebSocketClientConnection | None = None
@@ -248,7 +256,9 @@ class OpenEnvEpisode:
     def _shown(self, answer: Mapping[str, Any]) -> str:
         """Return the text of an observation, whose fields an ``action`` function gets."""
         found = answer["data"].get("observation")
-        fields = found if isinstance(found, dict) else {}
+        fields = {}
+        if isinstance(found, dict):
+            fields = found
         self._fields = {key: value for key, value in fields.items() if key not in _NO_FIELDS}
         if self._observation is not None:
             return str(self._observation(self._fields))
@@ -266,13 +276,19 @@ class OpenEnvEpisode:
                 found = json.loads(text)
             except (ValueError, RecursionError):
                 return None
-            return found if isinstance(found, dict) else None
+            if isinstance(found, dict):
+                return found
+            return None
         key, kind = field
         if kind == "string":
             return {key: text}
         numbers = _NUMBER.findall(text)
-        last = numbers[-1] if numbers else ""
-        return {key: int(last)} if 0 < len(last) <= _MOST_DIGITS else None
+        last = ""
+        if numbers:
+            last = numbers[-1]
+        if 0 < len(last) <= _MOST_DIGITS:
+            return {key: int(last)}
+        return None
 
 
 def _close_connection(connecting: asyncio.Future[WebSocketClientConnection]) -> None:
@@ -281,7 +297,9 @@ def _close_connection(connecting: asyncio.Future[WebSocketClientConnection]) -> 
 
 
 def _code(answer: Mapping[str, Any]) -> object:
-    return answer["data"].get("code") if answer["type"] == "error" else None
+    if answer["type"] == "error":
+        return answer["data"].get("code")
+    return None
 
 
 def _failed(answer: Mapping[str, Any]) -> Failure:

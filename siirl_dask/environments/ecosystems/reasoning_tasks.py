@@ -66,7 +66,9 @@ class ReasoningTask:
     def __init__(self, *, id: str, options: Mapping[str, Any] | None = None) -> None:
         """``options`` are those of the dataset."""
         self._id = id
-        self._options = {} if options is None else dict(options)
+        self._options = {}
+        if options is not None:
+            self._options = dict(options)
         self._dataset: Any = None
         self._entry: Mapping[str, Any] = {}
 

@@ -83,7 +83,11 @@ class TextArenaGame:
     """
 
     def __init__(
-        self, *, id: str, players: int = 1, options: Mapping[str, Any] | None = None
+        self,
+        *,
+        id: str,
+        players: int = 1,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """``options`` are those of ``textarena.make``."""
         self._game = textarena.make(id, **({} if options is None else options))
@@ -118,13 +122,16 @@ class TextArenaGame:
         return Step(observation=observed(self._row, seen), agent=self._agent(player))
 
     def _agent(self, player: int) -> str | None:
-        return None if self._players == 1 else f"player_{player}"
+        if self._players == 1:
+            return None
+        return f"player_{player}"
 
     def _rewards(self, rewards: Mapping[int, float] | None) -> float | Mapping[str, float]:
-        by_player = {} if rewards is None else rewards
+        if rewards is None:
+            rewards = {}
         if self._players == 1:
-            return float(by_player.get(0, 0.0))
-        return {f"player_{player}": float(reward) for player, reward in by_player.items()}
+            return float(rewards.get(0, 0.0))
+        return {f"player_{player}": float(reward) for player, reward in rewards.items()}
 
     def _seen(self) -> tuple[int, str]:
         """Return whose turn it is, and the messages since that player's last turn."""

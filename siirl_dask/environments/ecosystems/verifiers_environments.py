@@ -175,7 +175,9 @@ class VerifiersEnvironment:
 
     def __init__(self, *, id: str, options: Mapping[str, Any] | None = None) -> None:
         """``options`` are those of ``verifiers.load_environment``."""
-        plain = {} if options is None else dict(options)
+        plain = {}
+        if options is not None:
+            plain = dict(options)
         self._environment = _environment(id, json.dumps(plain, sort_keys=True))
         self._policy: _Policy | None = None
         self._rollout: asyncio.Task[Any] | None = None
@@ -189,7 +191,10 @@ class VerifiersEnvironment:
         self._row = row
         self._policy = _Policy()
         rollout = self._environment.run_rollout(
-            input=json.loads(row[_ENTRY]), client=self._policy, model="policy", sampling_args={}
+            input=json.loads(row[_ENTRY]),
+            client=self._policy,
+            model="policy",
+            sampling_args={},
         )
         self._rollout = asyncio.ensure_future(rollout)
         asked = await self._question()
@@ -209,7 +214,9 @@ class VerifiersEnvironment:
             if output.get("error") is not None:
                 return Failure(f"the rollout failed: {output['error']}")
             metrics = output.get("metrics")
-            parts = {} if metrics is None else metrics
+            parts = metrics
+            if metrics is None:
+                parts = {}
             return Step(reward=float(output["reward"]), done=True, parts=parts)
         before = [*self._heard, {"role": "assistant", "content": text}]
         self._heard = asked

@@ -392,7 +392,10 @@ def draw_minibatches(
 
 
 def _rewards_on_last_tokens(
-    rewards: Tensor, mask: Tensor, offsets: Tensor, sequence_starts: Tensor
+    rewards: Tensor,
+    mask: Tensor,
+    offsets: Tensor,
+    sequence_starts: Tensor,
 ) -> Tensor:
     """Put each row's reward on its last token in the mask. [R] -> [K].
 

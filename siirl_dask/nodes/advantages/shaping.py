@@ -65,7 +65,9 @@ def penalise_kl(
 
 
 @columns(
-    reads=[REWARD, RESPONSE_IDS], optional=[RESPONSE_MASK, *EPISODE_COLUMNS], writes=fields(REWARD)
+    reads=[REWARD, RESPONSE_IDS],
+    optional=[RESPONSE_MASK, *EPISODE_COLUMNS],
+    writes=fields(REWARD),
 )
 def penalise_overlong(
     ctx: Context,

@@ -73,7 +73,12 @@ def embed_texts(
     learns_alone=_learns_alone,
 )
 def score_by_similarity(
-    ctx: Context, table: pa.Table, *, success: float = 1.0, eps: float = 0.5, min_samples: int = 2
+    ctx: Context,
+    table: pa.Table,
+    *,
+    success: float = 1.0,
+    eps: float = 0.5,
+    min_samples: int = 2,
 ) -> pa.Table:
     """Set the reward of a success to 1 and that of a failure to its likeness to the group's
     successes (SRPO, arXiv:2511.15605); see ``srpo_rewards``.

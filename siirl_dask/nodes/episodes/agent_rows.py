@@ -137,11 +137,16 @@ def _is_consistent(played: PlayedEpisode, seeds: Sequence[object], score: Score)
         return False
     if score.reward is not None and (not is_number(score.reward) or score.failure is not None):
         return False
-    return all(isinstance(name, str) and is_number(number) for name, number in score.parts.items())
+    if not all(isinstance(name, str) for name in score.parts):
+        return False
+    return all(is_number(number) for number in score.parts.values())
 
 
 def agent_rows(
-    ctx: Context, table: pa.Table, episodes: Sequence[AgentEpisode], max_segments: int
+    ctx: Context,
+    table: pa.Table,
+    episodes: Sequence[AgentEpisode],
+    max_segments: int,
 ) -> pa.Table:
     """Return the rows of each episode; ``table`` has a row for each of them, whose row id is the
     episode's number.

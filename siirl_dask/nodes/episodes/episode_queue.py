@@ -67,11 +67,16 @@ class OpenEpisode:
     is_called: bool = True
     """Whether its environment has not answered yet."""
 
+    @property
+    def budget_spent(self) -> bool:
+        """Whether the policy may sample no more of it in this step."""
+        return self.episode.budget_spent
+
 
 class HasEnough(Protocol):
-    """Returns whether a step is over although episodes are ``opened``."""
+    """Returns whether a step is over although episodes are ``under_way``."""
 
-    def __call__(self, opened: Collection[OpenEpisode], *, all_begun: bool) -> bool: ...
+    def __call__(self, under_way: Collection[OpenEpisode], *, all_begun: bool) -> bool: ...
 
 
 @dataclass(slots=True)

@@ -14,11 +14,10 @@ import numpy as np
 import pyarrow as pa
 
 from siirl_dask.errors import PeerError
+from siirl_dask.nodes.continued.row_progress import NOT_SAMPLED
 from siirl_dask.rollout import FinishReason, Generation
 from siirl_dask.rollout.requests import ImageMessage
 
-NOT_SAMPLED = -1
-"""Version of the weights of a token that the policy did not sample."""
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
@@ -68,7 +67,11 @@ class PlayedRow:
         return sum(turn.reward for turn in self.turns)
 
     def add_turn(
-        self, generation: Generation, version: int, *, continues_turn: bool = False
+        self,
+        generation: Generation,
+        version: int,
+        *,
+        continues_turn: bool = False,
     ) -> None:
         """Append a turn of the policy, or, with ``continues_turn``, more tokens of the latest
         one. ``version`` of the weights has sampled it unless the engine has recorded others.

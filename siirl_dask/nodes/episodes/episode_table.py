@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
+from siirl_dask.nodes.continued.row_progress import NOT_SAMPLED
 from siirl_dask.nodes.episodes.episode import EpisodeRules
-from siirl_dask.nodes.episodes.episode_rows import NOT_SAMPLED, PlayedEpisode, PlayedRow
+from siirl_dask.nodes.episodes.episode_rows import PlayedEpisode, PlayedRow
 from siirl_dask.nodes.sampling import SAMPLED
 from siirl_dask.rollout import FinishReason, RolloutEngine, processor_of
 from siirl_dask.schema import (

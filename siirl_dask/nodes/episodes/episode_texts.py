@@ -103,7 +103,11 @@ class EpisodeTexts:
         return self._expanded(ids, images, plain)
 
     def observation(
-        self, began: Text, new: Text | None, tools: Sequence[Mapping[str, Any]], last: int
+        self,
+        began: Text,
+        new: Text | None,
+        tools: Sequence[Mapping[str, Any]],
+        last: int,
     ) -> Encoded:
         """Return the tokens that an observation ``new`` adds to a row whose prompt was ``began``,
         and whose last sampled token is ``last``.

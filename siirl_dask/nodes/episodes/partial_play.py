@@ -1,7 +1,7 @@
 """Partial rollouts of episodes: long ones are played over several steps, with their environments
 open.
 
-A step stops by a rule (``step_rules.py``): each episode has sampled a budget of tokens, or enough
+A step stops by a rule (``continued/step_rules.py``): each episode has sampled a budget of tokens, or enough
 groups are whole. An episode that has not ended by then stays on its worker with its environment,
 and so does all of its group; in the next step it continues with the weights of that step. Its next
 token is drawn as if it was never interrupted. A drain step plays all episodes to their ends.
@@ -24,9 +24,11 @@ from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Reduce
 from siirl_dask.environments import Session
 from siirl_dask.errors import DataError
+from siirl_dask.nodes.continued.row_progress import RowProgress
+from siirl_dask.nodes.continued.step_rules import StepRule, rule_of_step
 from siirl_dask.nodes.episodes.episode import Episode
 from siirl_dask.nodes.episodes.episode_queue import OpenEpisode
-from siirl_dask.nodes.episodes.episode_rows import Item, PlayedEpisode
+from siirl_dask.nodes.episodes.episode_rows import Item, PlayedEpisode, PlayedRow
 from siirl_dask.nodes.episodes.episode_table import log_episodes
 from siirl_dask.nodes.episodes.play_common import (
     AnswerQueue,
@@ -38,7 +40,6 @@ from siirl_dask.nodes.episodes.play_common import (
     log_usage,
     rows_of_new_episodes,
 )
-from siirl_dask.nodes.episodes.step_rules import State, StepRule, rule_of_step
 from siirl_dask.nodes.partial_rollout import blob_columns, with_older_ids
 from siirl_dask.nodes.sampling import log_passes, serve
 from siirl_dask.rollout import LocalQueue, RolloutEngine, processor_of
@@ -53,6 +54,8 @@ from siirl_dask.schema import (
 )
 from siirl_dask.tables import filled_by_group, once_per_group, rows_at, rows_where
 
+State = OpenEpisode | PlayedEpisode | None
+"""An episode that continues, one that has ended, or None for one that has not begun."""
 _UNFINISHED = "unfinished"  # in the node's state
 _ENVIRONMENT_SEED = "environment_seed"
 _SEEDS = {
@@ -91,7 +94,10 @@ class _UnfinishedEpisode:
 
 
 def play_partial(
-    ctx: Context, table: pa.Table, setup: PlaySetup, rollout: RolloutConfig
+    ctx: Context,
+    table: pa.Table,
+    setup: PlaySetup,
+    rollout: RolloutConfig,
 ) -> pa.Table:
     """Return the rows of the groups that the step takes, whose episodes have all ended; the others
     stay in the node's state.
@@ -112,11 +118,12 @@ def play_partial(
         )
     groups: list[int] = rows[GROUP_ID].to_pylist()
     try:
-        rule = rule_of_step(ctx, rollout, groups, rows[SAMPLING_SEED].to_pylist(), states)
+        seeds = rows[SAMPLING_SEED].to_pylist()
+        rule = rule_of_step(ctx, rollout, groups, seeds, [*map(_progress, states)])
         ended = _continue_episodes(ctx, setup, rows, states, session=session, rule=rule)
         ended_rows = rows_at(rows, np.array([*ended], np.intp))
         check_episodes(ctx, ended_rows, [*ended.values()], setup.environments)
-        choice = rule.choose(states)
+        choice = rule.choose([*map(_progress, states)])
     except BaseException as error:
         session.close(error)
         raise
@@ -176,8 +183,27 @@ def _with_seeds(ctx: Context, rows: pa.Table, n: int) -> pa.Table:
     return rows
 
 
+def _progress(state: State) -> RowProgress:
+    """Return the progress of the episode's row: it has one, or none before its environment has
+    answered.
+    """
+    rows: Sequence[PlayedRow] = ()
+    match state:
+        case OpenEpisode():
+            rows = state.episode.rows
+        case PlayedEpisode():
+            rows = state.rows
+    if not rows:
+        return RowProgress(False, [], [], [])
+    (row,) = rows
+    return RowProgress(isinstance(state, PlayedEpisode), row.response, row.versions, row.logprobs)
+
+
 def _begin_again(
-    session: _LastingSession, groups: Sequence[int], states: list[State], dropped: Iterable[int]
+    session: _LastingSession,
+    groups: Sequence[int],
+    states: list[State],
+    dropped: Iterable[int],
 ) -> None:
     """Close the environments of dropped groups: their episodes begin again, with the same seeds
     and the weights of the next step, so that no prompt is lost.
@@ -221,7 +247,7 @@ def _continue_episodes(
     def on_result(ticket: int, played: PlayedEpisode) -> None:
         index = index_of_ticket[ticket]
         ended[index] = played
-        rule.episode_ended(index)
+        rule.row_ended(index)
 
     def make_episode(item: Item) -> tuple[Episode, dict[str, Any], int]:
         sampling_seed = item[SAMPLING_SEED]

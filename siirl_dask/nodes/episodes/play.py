@@ -94,7 +94,7 @@ def _play_changes(
 ) -> ContractChanges:
     changes = _changes(environments=environments, **options)
     changes = replace(changes, in_flight=rollout.in_flight)
-    if not rollout.continues_episodes:
+    if not rollout.continues_rows:
         return changes
     groups = Groups.NEW  # some are of earlier steps
     return replace(changes, carries=KeptRows(_pack, _unpack), groups=groups)
@@ -112,7 +112,7 @@ def _check_partial_rollout(
     *, rollout: RolloutConfig, environments: EnvironmentsConfig, **options: object
 ) -> None:
     _check_rollout(rollout=rollout)
-    if not rollout.continues_episodes:
+    if not rollout.continues_rows:
         return
     key = f"rollout.window={rollout.window}" if rollout.window else "rollout.partial=true"
     if environments.rows_per_episode != 1:
@@ -171,7 +171,7 @@ def play(
         max_prompt_length=max_prompt_length,
         environments=ctx.resources[world],
         shows_images=_shows_images(images),
-        continued=rollout if rollout.continues_episodes else None,
+        continued=rollout if rollout.continues_rows else None,
     )
 
 
@@ -280,7 +280,10 @@ def _play_all(ctx: Context, episodes: pa.Table, setup: PlaySetup) -> list[Played
 
 
 def _early_rows(
-    ctx: Context, episodes: pa.Table, order: Sequence[int], setup: PlaySetup
+    ctx: Context,
+    episodes: pa.Table,
+    order: Sequence[int],
+    setup: PlaySetup,
 ) -> Callable[[int, PlayedEpisode], None] | None:
     """Return the function that hands the rows of a played episode to the next node, from the
     episode's index in ``order``; None where no node reads rows early.

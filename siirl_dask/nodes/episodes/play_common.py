@@ -49,7 +49,10 @@ class PlaySetup:
     """Returns the rows of episodes that have ended, in their order."""
 
     def items(
-        self, engine: RolloutEngine, episodes: pa.Table, more_columns: Sequence[str] = ()
+        self,
+        engine: RolloutEngine,
+        episodes: pa.Table,
+        more_columns: Sequence[str] = (),
     ) -> tuple[pa.Schema, list[Item]]:
         """Return the schema of an item without ``PROMPT_IMAGES``, and the item of each episode.
 
@@ -87,7 +90,9 @@ def rows_of_new_episodes(table: pa.Table, n: int) -> pa.Table:
     DataError for a row's own limit of tokens that is not a number of at least 1.
     """
     rows = rows_at(table, np.repeat(np.arange(table.num_rows), n))
-    numbers = table[ROW_ID].to_numpy().repeat(n) * n + np.tile(np.arange(n), table.num_rows)
+    first_numbers = table[ROW_ID].to_numpy() * n
+    within_prompt = np.tile(np.arange(n), table.num_rows)
+    numbers = first_numbers.repeat(n) + within_prompt
     token_limits(rows)
     return rows.set_column(
         rows.column_names.index(ROW_ID), ROW_ID, pa.array(numbers, TYPES[ROW_ID])
@@ -163,7 +168,10 @@ def log_usage(ctx: Context, usage: PlayStatistics, rows: int) -> None:
 
 
 def check_episodes(
-    ctx: Context, episodes: pa.Table, played: Sequence[PlayedEpisode], environments: Environments
+    ctx: Context,
+    episodes: pa.Table,
+    played: Sequence[PlayedEpisode],
+    environments: Environments,
 ) -> None:
     """Raise EpisodeError on all workers when over all of them more episodes failed than
     ``environments.max_failures``, or a larger share of the tools' calls than

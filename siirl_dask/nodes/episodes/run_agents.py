@@ -74,7 +74,7 @@ def _check_options(
             "rollout.in_flight=true: the rows of an agent's episode have no version of each of "
             "their tokens; leave it out"
         )
-    if rollout.continues_episodes:
+    if rollout.continues_rows:
         key = f"rollout.window={rollout.window}" if rollout.window else "rollout.partial=true"
         raise ConfigError(f"{key}: an episode ends in the step in which it began; leave it out")
 
@@ -209,7 +209,11 @@ def _episode_rows(table: pa.Table, n: int) -> pa.Table:
 
 
 def _make_episode(
-    ctx: Context, sampling: Sampling, bounds: Bounds, columns: Sequence[str], item: Item
+    ctx: Context,
+    sampling: Sampling,
+    bounds: Bounds,
+    columns: Sequence[str],
+    item: Item,
 ) -> ProgramEpisode:
     """Return the episode that an agent runs. The row's own limit of tokens bounds the tokens
     that may be sampled.
@@ -255,11 +259,9 @@ def _run_episodes(
         result_codec.pack_result,
         result_codec.read_result,
     )
-    source = (
-        LocalQueue(own_items)
-        if ctx.steal_from_peers is None
-        else ctx.steal_from_peers(own_items, codec)
-    )
+    source: Any = LocalQueue(own_items)
+    if ctx.steal_from_peers is not None:
+        source = ctx.steal_from_peers(own_items, codec)
     ctx.free_device()
     runs: AgentRuns | None = None
 
@@ -323,7 +325,10 @@ def _agent_episode(
 
 
 def _check_failures(
-    ctx: Context, rows: pa.Table, episodes: Sequence[AgentEpisode], config: EndpointConfig
+    ctx: Context,
+    rows: pa.Table,
+    episodes: Sequence[AgentEpisode],
+    config: EndpointConfig,
 ) -> None:
     """Raise EpisodeError on all workers when over all of them more episodes failed than
     ``endpoint.max_failures``.

@@ -9,9 +9,8 @@ from typing import Any
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
-from siirl_dask.nodes.early_scores import argument_names
 from siirl_dask.nodes.packed_table import one_chunk
-from siirl_dask.nodes.reward import score
+from siirl_dask.nodes.reward import argument_names, score
 from siirl_dask.planner import ContractChanges, columns
 from siirl_dask.rollout import RolloutEngine
 from siirl_dask.schema import (

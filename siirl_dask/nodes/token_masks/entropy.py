@@ -46,15 +46,19 @@ def _check_fraction(*, fraction: float = 0.2, **others: object) -> None:
     trial=_check_fraction,
 )
 def choose_high_entropy(
-    ctx: Context, table: pa.Table, *, minibatches: int, fraction: float = 0.2
+    ctx: Context,
+    table: pa.Table,
+    *,
+    minibatches: int,
+    fraction: float = 0.2,
 ) -> pa.Table:
-    """Mark the ``fraction`` of each mini-batch's tokens at which the policy was least certain, at
-    least one.
+    """Mark the ``fraction`` of each mini-batch's tokens at which the policy was least certain: those
+    whose entropy is at least the quantile ``1 - fraction``, which TRL takes too.
 
     A fifth of the tokens, where reasoning forks, is worth as much as all of them or more
     (arXiv:2506.01939). Entropies are those before the update, so the choice is made once a step;
-    tokens as uncertain as the last one chosen are chosen with it. Any number of workers marks the
-    same tokens. ValueError for a fraction outside (0, 1].
+    tokens as uncertain as the last one chosen are chosen with it. At least one is. Any number of
+    workers marks the same tokens. ValueError for a fraction outside (0, 1].
     """
     comparable = valid_rows(table, [advantages_of(table)])
     rows = table.filter(comparable)
@@ -74,11 +78,12 @@ def choose_high_entropy(
 
 
 def _threshold(ctx: Context, entropies: Tensor, fraction: float) -> float:
-    """Return the entropy that ``fraction`` of all workers' tokens have at least; 0 where there
-    are no tokens.
+    """Return the least entropy of all workers' tokens that is no less than the quantile
+    ``1 - fraction`` of them; 0 where there are no tokens.
     """
     (total,) = ctx.all_sum([float(len(entropies))])
-    wanted = max(1, int(fraction * total))
+    # the quantile lies between tokens, fraction * (total - 1) of them below the highest
+    wanted = int(fraction * max(0.0, total - 1)) + 1
 
     def enough(threshold: float) -> bool:
         (count,) = ctx.all_sum([float((entropies >= threshold).sum())])

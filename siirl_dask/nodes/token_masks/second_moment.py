@@ -45,7 +45,11 @@ def _check_limit(*, limit: float = 0.04, **others: object) -> None:
     trial=_check_limit,
 )
 def mask_second_moment(
-    ctx: Context, table: pa.Table, *, minibatches: int, limit: float = 0.04
+    ctx: Context,
+    table: pa.Table,
+    *,
+    minibatches: int,
+    limit: float = 0.04,
 ) -> pa.Table:
     """Mask, in each mini-batch, the tokens of largest ``(old - rollout)^2`` until the mean of the
     others is below ``limit`` (M2PO, arXiv:2510.01161, as AReaL has it).

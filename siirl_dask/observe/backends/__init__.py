@@ -125,7 +125,9 @@ def tracked_id(url: str, *, new: bool) -> str:
     would write into one run of the backends.
     """
     here = redacted(absolute(url))
-    known = None if new else _read_tracked(url)
+    known = None
+    if not new:
+        known = _read_tracked(url)
     if known is not None and known.url == here:
         return known.id
     if known is None or _is_still_at(known, url):

@@ -42,7 +42,10 @@ class AimBackend:
         for name, value in record["metrics"].items():
             if value is not None:
                 self._run.track(
-                    value, name=name, step=record["step"], context={"phase": str(record["phase"])}
+                    value,
+                    name=name,
+                    step=record["step"],
+                    context={"phase": str(record["phase"])},
                 )
 
     def end(self, status: Status) -> None:

@@ -31,11 +31,9 @@ class MlflowBackend:
             experiment.experiment_id if experiment else self._client.create_experiment(run.project)
         )
         found = self._client.search_runs([home], f"tags.`{_ID}` = '{run.id}'", max_results=1)
-        tracked = (
-            found[0]
-            if found
-            else self._client.create_run(home, run_name=run.name, tags={_ID: run.id})
-        )
+        if not found:
+            found = [self._client.create_run(home, run_name=run.name, tags={_ID: run.id})]
+        tracked = found[0]
         self._id = tracked.info.run_id
         self._client.update_run(self._id, status="RUNNING")
         known = tracked.data.params  # one that is there cannot be changed

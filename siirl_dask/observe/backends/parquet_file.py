@@ -59,7 +59,8 @@ class ParquetBackend:
     def write(self, record: Record) -> None:
         """Add a record; the file has it some seconds later."""
         self._tables[record["phase"], record["step"]] = _table(record)
-        if (now := time.monotonic()) >= self._due:
+        now = time.monotonic()
+        if now >= self._due:
             self._write()
             self._due = time.monotonic() + max(_PAUSE, _SHARE * (time.monotonic() - now))
 

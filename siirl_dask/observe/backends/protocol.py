@@ -55,7 +55,9 @@ def named_values(record: Record) -> dict[str, float]:
     """Return the values of a record: training metrics by their own name, others as
     ``validation/reward/mean``.
     """
-    prefix = "" if record["phase"] == "train" else f"{record['phase']}/"
+    prefix = ""
+    if record["phase"] != "train":
+        prefix = f"{record['phase']}/"
     return {prefix + name: value for name, value in record["metrics"].items() if value is not None}
 
 

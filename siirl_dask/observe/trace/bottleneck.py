@@ -40,11 +40,15 @@ class WorkerTime:
     def explained(self) -> float:
         """Share of the time that nodes, transfers, storage and waits explain."""
         known = sum(time for lane, time in self.lanes.items() if lane is not Lane.CONTROL)
-        return known / self.wall if self.wall else 1.0
+        if self.wall:
+            return known / self.wall
+        return 1.0
 
     def share(self, lanes: Collection[Lane]) -> float:
         """Return the share of the time that was spent in these lanes."""
-        return sum(self.lanes[lane] for lane in lanes) / self.wall if self.wall else 0.0
+        if self.wall:
+            return sum(self.lanes[lane] for lane in lanes) / self.wall
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,10 @@ def find_bottleneck(spans: Sequence[TraceSpan]) -> Bottleneck:
     steps = max(1, len({span.step for span in spans if not span.is_count}))
     wall = covered([span for own in by_worker.values() for span in own])
     nodes = sorted(_node_times(workers, steps, wall), key=lambda one: -one.seconds)
-    dropped = sum(span.amount or 0 for span in spans if span.is_count and span.name == "dropped")
+    dropped = 0
+    for span in spans:
+        if span.is_count and span.name == "dropped":
+            dropped += span.amount or 0
     return Bottleneck(
         steps,
         wall / 1e9,
@@ -120,7 +127,8 @@ def chain_times(spans: Sequence[TraceSpan]) -> Iterator[tuple[TraceSpan, int]]:
         while around and around[-1][0].end <= span.start:
             yield _left(*around.pop())
         if around:
-            around[-1][1].append(min(span.end, around[-1][0].end) - span.start)
+            outer, within = around[-1]
+            within.append(min(span.end, outer.end) - span.start)
         around.append((span, []))
     while around:
         yield _left(*around.pop())
@@ -198,21 +206,24 @@ class WaitCauses:
         """Return the last publication of what a wait was for; None where it was there before, or
         is not known.
         """
-        last = (
-            self._published.get((wait.name, wait.sequence))
-            if wait.what in ("rows", "weights")
-            else None
-        )
-        return last if last is not None and last.end > wait.start else None
+        if wait.what not in ("rows", "weights"):
+            return None
+        last = self._published.get((wait.name, wait.sequence))
+        if last is not None and last.end > wait.start:
+            return last
+        return None
 
     def of(self, wait: TraceSpan) -> str:
         """Return the worker that a wait was for; an empty text where it is not known."""
-        if (last := self.made(wait)) is not None:
+        last = self.made(wait)
+        if last is not None:
             return last.worker
         key = wait.name, wait.sequence
         if wait.what == "peers" and len(waited := self._peers[key]) > 1:
             least = min(waited, key=lambda worker: waited[worker])
-            return least if least != wait.worker else ""
+            if least != wait.worker:
+                return least
+            return ""
         return ""
 
 
@@ -232,16 +243,23 @@ def _node_times(workers: Sequence[WorkerTime], steps: int, wall: int) -> Iterato
 
 
 def _uneven(
-    workers: Sequence[WorkerTime], nodes: Sequence[NodeTime], steps: int, wall: int
+    workers: Sequence[WorkerTime],
+    nodes: Sequence[NodeTime],
+    steps: int,
+    wall: int,
 ) -> NodeTime | None:
     """Return the node that took most longer on one worker than on the median of the others."""
-    costs = {
-        one.node: one.seconds * (1 - 1 / one.times_others)
-        for one in nodes
-        if one.times_others and one.times_others > 1
-    }
+    costs = {}
+    for one in nodes:
+        if one.times_others and one.times_others > 1:
+            costs[one.node] = one.seconds * (1 - 1 / one.times_others)
     worst = max(nodes, key=lambda one: costs.get(one.node, 0.0), default=None)
-    return worst if worst and costs.get(worst.node, 0.0) * steps > 0.01 * wall / 1e9 else None
+    if worst is None:
+        return None
+    cost = costs.get(worst.node, 0.0) * steps
+    if cost > 0.01 * wall / 1e9:
+        return worst
+    return None
 
 
 def moving_share(worker: WorkerTime) -> float:

@@ -26,9 +26,9 @@ def chrome_trace(spans: Sequence[TraceSpan], run: str) -> dict[str, Any]:
     for span in spans:
         by_worker[span.worker].append(span)
     workers = enumerate(in_order(by_worker), 1)
-    events = [
-        event for pid, name in workers for event in _process(pid, name, by_worker[name], first)
-    ]
+    events: list[dict[str, Any]] = []
+    for pid, name in workers:
+        events.extend(_process(pid, name, by_worker[name], first))
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -37,17 +37,18 @@ def chrome_trace(spans: Sequence[TraceSpan], run: str) -> dict[str, Any]:
 
 
 def _process(
-    pid: int, worker: str, spans: Sequence[TraceSpan], first: int
+    pid: int,
+    worker: str,
+    spans: Sequence[TraceSpan],
+    first: int,
 ) -> Iterator[dict[str, Any]]:
     yield _metadata("process_name", pid, 0, name=f"worker {worker!r}")
     yield _metadata("process_sort_index", pid, 0, sort_index=pid)
     for number, lane in enumerate(_ORDER):
         own = [span for span in spans if span.lane is lane]
-        slices = (
-            _engine_slices(own)
-            if lane is Lane.ENGINE
-            else [span for span in own if not span.is_count]
-        )
+        slices = [span for span in own if not span.is_count]
+        if lane is Lane.ENGINE:
+            slices = _engine_slices(own)
         for thread, apart in enumerate(_threads(slices)):
             tid = 1 + number * _THREADS + thread
             yield _metadata(
@@ -119,7 +120,10 @@ def _engine_slices(points: Sequence[TraceSpan]) -> list[TraceSpan]:
         if not point.amount and began is not None:
             slices.append(
                 began._replace(
-                    what="busy", name="engine", duration=point.start - began.start, amount=most
+                    what="busy",
+                    name="engine",
+                    duration=point.start - began.start,
+                    amount=most,
                 )
             )
             began = None

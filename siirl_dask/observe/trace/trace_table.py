@@ -158,7 +158,8 @@ def _with_columns(table: pa.Table) -> pa.Table:
     """Return the part with the table's columns alone."""
     if table.schema.equals(SCHEMA):
         return table
-    if missing := [field.name for field in SCHEMA if field.name not in table.column_names]:
+    missing = [field.name for field in SCHEMA if field.name not in table.column_names]
+    if missing:
         raise DataError(
             f"a part of the trace lacks {missing}: another version of siirl_dask wrote it"
         )
@@ -175,7 +176,8 @@ def _check(whole: pa.Table, lengths: Sequence[int]) -> None:
     for name in SCHEMA.names:
         if name != "amount" and (nulls := whole[name].null_count):
             raise DataError(f"a part of the trace has no {name!r} in {nulls} of its rows")
-    if strange := [lane for lane in whole["lane"].unique().to_pylist() if lane not in _LANES]:
+    strange = [lane for lane in whole["lane"].unique().to_pylist() if lane not in _LANES]
+    if strange:
         raise DataError(
             f"a part of the trace has the lane {strange[0]!r}: expected one of "
             f"{', '.join(sorted(_LANES))}"

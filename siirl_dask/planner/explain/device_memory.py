@@ -32,7 +32,9 @@ def describe_card(label: str, memory: int, workers: Mapping[str, Roles]) -> str:
     and the verdict.
     """
     card = fill(memory, workers)
-    shared = f", which {len(workers)} workers share" if len(workers) > 1 else ""
+    shared = ""
+    if len(workers) > 1:
+        shared = f", which {len(workers)} workers share"
     title = (
         f"{label}, on {readable_bytes(memory)}{shared}, of which {readable_bytes(card.usable)} are "
         "for roles"
@@ -54,7 +56,10 @@ def alike(workers: Mapping[str, Roles]) -> dict[tuple[str, ...], list[str]]:
 
 def _parts(roles: Roles, names: Sequence[str]) -> str:
     own = moments(roles)
-    shown = [name for name in own if name == EXCHANGE or roles[name].held or roles[name].working]
+    shown = []
+    for name in own:
+        if name == EXCHANGE or roles[name].held or roles[name].working:
+            shown.append(name)
     rows = []
     for role, one in roles.items():
         for part, size in one.held.items():
@@ -85,7 +90,9 @@ def _is_there(role: str, one: Footprint, part: str, now: str) -> bool:
 
 
 def _verdict(card: Card, workers: Mapping[str, Roles]) -> Iterator[str]:
-    filling = card.filling(next(iter(card.workers))) if card.workers else None
+    filling = None
+    if card.workers:
+        filling = card.filling(next(iter(card.workers)))
     if filling is not None and card.fits:
         yield _filled(card, filling)
     if card.fits:
@@ -101,7 +108,9 @@ def _filled(card: Card, one: Footprint) -> str:
     assert one.fills is not None
     size = one.held[one.fills]
     share = sum(one.held.values()) / card.memory
-    rows = size // one.least if one.least else 0
+    rows = 0
+    if one.least:
+        rows = size // one.least
     many = f"{rows:,} row{'' if rows == 1 else 's'} of the greatest length"
     return (
         f"{one.fills} of {readable_bytes(size)}: {many} at once; the engine takes {share:.2f} of "
@@ -115,12 +124,12 @@ def advice(memory: int, workers: Mapping[str, Roles]) -> str:
     """
     steps = list(remedies(memory, workers))
     # of a number that falls, the last
-    last = {setting.partition("=")[0]: at for at, (setting, _) in enumerate(steps)}
-    lines = [
-        f"{setting} ({readable_bytes(card.needed)})"
-        for at, (setting, card) in enumerate(steps)
-        if last[setting.partition("=")[0]] == at
-    ]
+    last: dict[str, str] = {}
+    for setting, card in steps:
+        key, _, _ = setting.partition("=")
+        last.pop(key, None)
+        last[key] = f"{setting} ({readable_bytes(card.needed)})"
+    lines = list(last.values())
     if steps and steps[-1][1].fits:
         return "Change, in this order, until it fits:\n  " + "\n  ".join(lines)
     if not steps:
@@ -189,30 +198,28 @@ def card_as_data(memory: int, workers: Mapping[str, Roles]) -> dict[str, Any]:
     change.
     """
     card = fill(memory, workers)
+    by_worker = {}
+    for worker, roles in card.workers.items():
+        by_role = {role: _footprint_as_data(one) for role, one in roles.items()}
+        by_worker[worker] = {"moments": moments(roles), "roles": by_role}
+    changes = []
+    if not card.fits:
+        for setting, after in remedies(memory, workers):
+            changes.append({"setting": setting, "needed": after.needed})
     return {
         "memory": memory,
         "usable": card.usable,
         "needed": card.needed,
         "fits": card.fits,
-        "workers": {
-            worker: {
-                "moments": moments(roles),
-                "roles": {
-                    role: {
-                        "held": dict(one.held),
-                        "working": dict(one.working),
-                        "leaves": list(one.leaves),
-                        "moves": list(one.moves),
-                    }
-                    for role, one in roles.items()
-                },
-            }
-            for worker, roles in card.workers.items()
-        },
-        "remedies": []
-        if card.fits
-        else [
-            {"setting": setting, "needed": after.needed}
-            for setting, after in remedies(memory, workers)
-        ],
+        "workers": by_worker,
+        "remedies": changes,
+    }
+
+
+def _footprint_as_data(one: Footprint) -> dict[str, Any]:
+    return {
+        "held": dict(one.held),
+        "working": dict(one.working),
+        "leaves": list(one.leaves),
+        "moves": list(one.moves),
     }

@@ -143,10 +143,14 @@ class _Weighing:
         part = self._part(name)
         made = self.made[name]
         if link.edge is None:
-            return 0 if handle_tensors(link.source, link.target) else min(made, _PASSED * part)
+            if handle_tensors(link.source, link.target):
+                return 0
+            return min(made, _PASSED * part)
         if self._sizes.buffers and link.joins:
             total = self._sizes.totals.get(name, made)
-            return min(total, _BUFFERS * part) if worker in link.joins else 0
+            if worker in link.joins:
+                return min(total, _BUFFERS * part)
+            return 0
         total = 0
         if link.gives:
             total += min(made, _SOURCE_PIECES * part)
@@ -157,10 +161,16 @@ class _Weighing:
     def _part(self, source: str) -> int:
         total = self._sizes.totals.get(source, self.made[source])
         _, largest = self._sizes.pieces.get(source, (0, total))
-        return total if self._sizes.part is None else max(self._sizes.part, largest)
+        if self._sizes.part is None:
+            return total
+        return max(self._sizes.part, largest)
 
     def _weigh(
-        self, node_columns: NodeColumns, edges: Iterable[Edge], before: _Share, after: _Share
+        self,
+        node_columns: NodeColumns,
+        edges: Iterable[Edge],
+        before: _Share,
+        after: _Share,
     ) -> None:
         name = node_columns.node.name
         if not node_columns.node.after:
@@ -168,7 +178,9 @@ class _Weighing:
                 before, node_columns.needed, node_columns.available
             )
         for edge in edges:
-            share = self._one_a_group(before) if edge.by_group else before
+            share = before
+            if edge.by_group:
+                share = self._one_a_group(before)
             self.received[edge.name] = self._bytes(share, edge.schema.names, node_columns.available)
         produced = node_columns.produced
         columns = {}
@@ -187,14 +199,15 @@ class _Weighing:
 
     def _one_a_group(self, share: _Share) -> _Share:
         """Return the share with one row of each group: there are no more groups than prompts."""
-        return (
-            share
-            if share.rows is None
-            else replace(share, rows=min(share.rows, self._sizes.prompts))
-        )
+        if share.rows is None:
+            return share
+        return replace(share, rows=min(share.rows, self._sizes.prompts))
 
     def _share_in(
-        self, node_columns: NodeColumns, edges: list[Edge], shares: Mapping[str, _Share]
+        self,
+        node_columns: NodeColumns,
+        edges: list[Edge],
+        shares: Mapping[str, _Share],
     ) -> _Share:
         rows = self._rows[node_columns.rows]
         workers = len(self._plan.placement[node_columns.node.role])
@@ -217,12 +230,18 @@ class _Weighing:
         """Return the largest cost of balanced rows on one worker, which bounds their tokens."""
         tokens = self._row_tokens
         start = self._sizes.quadratic_from
-        attention = tokens * tokens // start if start else 0
+        attention = 0
+        if start:
+            attention = tokens * tokens // start
         cost = max(1, tokens + attention)
-        group = max(1, rows // max(1, self._sizes.prompts)) if edge.rows is Rows.GROUPED else 1
-        items = self._sizes.minibatches if edge.by_minibatch else group
+        items = 1
+        if edge.by_minibatch:
+            items = self._sizes.minibatches
+        elif edge.rows is Rows.GROUPED:
+            items = max(1, rows // max(1, self._sizes.prompts))
         of, per = _BALANCED
-        return -(-of * rows * cost // (per * workers)) + items * cost
+        share = -(-of * rows * cost // (per * workers))  # rounded up
+        return share + items * cost
 
     def _share_out(self, node_columns: NodeColumns, before: _Share) -> _Share:
         if not node_columns.node.contract.new_rows:
@@ -231,7 +250,8 @@ class _Weighing:
         name = node_columns.node.name
         if name in self._sizes.pieces:
             pieces, _ = self._sizes.pieces[name]
-            return _Share(name, -(-pieces // len(self._plan.placement[node_columns.node.role])), 0)
+            workers = len(self._plan.placement[node_columns.node.role])
+            return _Share(name, -(-pieces // workers), 0)
         if before.rows is None or times is None:
             return _Share(name, None, 0)
         rows = before.rows * times
@@ -244,7 +264,9 @@ class _Weighing:
         if total is not None:
             _, largest = self._sizes.pieces.get(share.made_by, (0, total))
             here = total if share.rows is None else min(total, share.rows * largest)
-            return here if any(column.writer == share.made_by for column in chosen) else 0
+            if any(column.writer == share.made_by for column in chosen):
+                return here
+            return 0
         return sum(self._column(share, column) or 0 for column in chosen)
 
     def _column(self, share: _Share, column: Column) -> int | None:

@@ -72,7 +72,9 @@ def estimate(plan: Plan, sizes: TableSizes) -> dict[tuple[str, ...], Estimate]:
                 if of_groups is None or source in node_columns.node.after:
                     estimates[source, target] = Estimate(rows[node_columns.rows], 0)
                 continue
-            copies = len(edge.targets) if edge.rows is Rows.REPLICATED else 1
+            copies = 1
+            if edge.rows is Rows.REPLICATED:
+                copies = len(edge.targets)
             types = {field.name: field.type for field in edge.schema}
             if node_columns.rows in sizes.totals:
                 made = plan.flow[node_columns.rows].node.contract.writes.names
@@ -88,11 +90,16 @@ def estimate(plan: Plan, sizes: TableSizes) -> dict[tuple[str, ...], Estimate]:
 
 
 def groups_of(
-    plan: Plan, sizes: TableSizes, edge: Edge, rows: Mapping[str, int | None]
+    plan: Plan,
+    sizes: TableSizes,
+    edge: Edge,
+    rows: Mapping[str, int | None],
 ) -> int | None:
     """Return the most groups that an edge by group moves; ``rows`` are those of ``rows_made``."""
     made = rows[plan.flow[edge.source].rows_out]
-    return None if made is None else min(made, sizes.prompts)
+    if made is None:
+        return None
+    return min(made, sizes.prompts)
 
 
 def most_takers(edge: Edge, groups: int | None, rows: int | None) -> int:
@@ -107,7 +114,11 @@ def most_takers(edge: Edge, groups: int | None, rows: int | None) -> int:
 
 
 def _rows_of_widths(
-    plan: Plan, sizes: TableSizes, types: Mapping[str, DataType], rows: int | None, copies: int
+    plan: Plan,
+    sizes: TableSizes,
+    types: Mapping[str, DataType],
+    rows: int | None,
+    copies: int,
 ) -> Estimate:
     longest = max(len(worker.encode()) for worker in plan.chains)
     widths = {name: width_of(name, kind, sizes, longest) for name, kind in types.items()}
@@ -255,7 +266,9 @@ def width_of(name: str, kind: DataType, sizes: TableSizes, longest_worker: int) 
     if name in texts and sizes.token_bytes is not None:
         return Width(_OFFSET, 8 * sizes.token_bytes, texts[name])
     words = {FINISH_REASON: _FINISH_REASONS, WORKER: longest_worker}
-    return Width(_OFFSET + words[name]) if name in words else None
+    if name in words:
+        return Width(_OFFSET + words[name])
+    return None
 
 
 def _is_fixed(kind: DataType) -> bool:

@@ -123,13 +123,16 @@ def _role(name: str, spec: Mapping[str, Any], at: str) -> Role:
 
 
 def _node(position: int, spec: Mapping[str, Any], at: str | None) -> Node:
-    before = f"{at}: " if at else ""
+    before = ""
+    if at:
+        before = f"{at}: "
     if not isinstance(spec, Mapping):
         raise PlanError(
             f"{before}node {position} is {spec!r}: expected a mapping with name, run and role"
         )
     label = f"{before}node {spec.get('name', position)!r}"
-    if old := next((key for key in spec if key in _RENAMED), None):
+    old = next((key for key in spec if key in _RENAMED), None)
+    if old:
         raise PlanError(f"{label} has the key {old!r}, which is called {_RENAMED[old]!r}")
     _coerce.known_keys(spec, _NODE_KEYS, label)
     for key in ("name", "run", "role"):

@@ -83,7 +83,9 @@ def ecosystem_name(text: str) -> EcosystemName | None:
     if match is None or (package := match["package"].replace("-", "_")) not in ECOSYSTEMS:
         return None
     options: dict[str, Any] = {}
-    query = "" if match["options"] is None else match["options"]
+    query = ""
+    if match["options"] is not None:
+        query = match["options"]
     for part in filter(None, query.split("&")):
         key, sign, value = part.partition("=")
         if not (key and sign) or key in options:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from siirl_dask.errors import ConfigError, PlanError, did_you_mean
 from siirl_dask.planner.spec.ecosystems import environment_named
+from siirl_dask.wording import function_with_place
 
 T = TypeVar("T")
 PACKAGE = __name__.split(".")[0]
@@ -78,7 +79,9 @@ def _find(name: str, what: str, fits: Callable[[object], bool]) -> Any:
     """
     origin, _, attribute = str(name).rpartition(":")
     if not origin or not _NAME.fullmatch(attribute):
-        shown = "function" if what == "function" else "NAME"
+        shown = "NAME"
+        if what == "function":
+            shown = "function"
         raise PlanError(f"{name!r} names no {what}: expected 'module:{shown}' or 'file.py:{shown}'")
     is_file = origin.endswith(".py")
     module = _load(name, Path(origin)) if is_file else _import(name, origin)
@@ -86,9 +89,11 @@ def _find(name: str, what: str, fits: Callable[[object], bool]) -> Any:
     if fits(found):
         return found
     hint = did_you_mean(attribute, (known for known, value in vars(module).items() if fits(value)))
-    kind = "file" if is_file else "module"
+    kind = "module"
+    if is_file:
+        kind = "file"
     instead = ""
-    if found is not None and what != "function":
+    if found is not None:
         instead = f", which is of type {type(found).__name__}"
     raise PlanError(f"{name!r}: {kind} {origin!r} has no {what} {attribute!r}{instead}{hint}")
 
@@ -96,8 +101,10 @@ def _find(name: str, what: str, fits: Callable[[object], bool]) -> Any:
 def _import(name: str, origin: str) -> ModuleType:
     try:
         return importlib.import_module(origin)
-    except Exception as error:  # a user's module may raise anything
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        missing = None
+        if isinstance(error, ModuleNotFoundError):
+            missing = error.name
         if missing is None or not (origin == missing or origin.startswith(f"{missing}.")):
             raise _failed(name, error) from error
         file = f"{origin.replace('.', '/')}.py"
@@ -131,13 +138,13 @@ def _load(name: str, path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # first: dataclasses and pickle look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that reads its own command line exits
         del sys.modules[spec.name]
         raise _failed(name, error) from error
     return module
 
 
-def _failed(name: str, error: Exception) -> PlanError:
+def _failed(name: str, error: BaseException) -> PlanError:
     """Return the error of a failed import, with the place in the user's own code."""
     if isinstance(error, SyntaxError) and error.filename:
         at = f"{error.filename}:{error.lineno}"
@@ -147,7 +154,26 @@ def _failed(name: str, error: Exception) -> PlanError:
         own_frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
         at = f"{own_frames[-1].filename}:{own_frames[-1].lineno}"
         message = str(error)
-    return PlanError(f"{name!r}: importing it fails at {at}: {type(error).__name__}: {message}")
+    return PlanError(
+        f"{name!r}: importing it fails at {at}: {type(error).__name__}: {message}"
+        f"{_hint_to_package(name, error)}"
+    )
+
+
+def _hint_to_package(name: str, error: BaseException) -> str:
+    """Return how to name a function whose file imports with a dot: Python has looked for the file
+    itself as the package. An empty string for any other error.
+    """
+    file = str(name).rpartition(":")[0]
+    stem = os.path.normpath(file).removesuffix(".py")
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    if error.name not in (stem, str(Path(stem).resolve())):
+        return ""
+    hint = "; a file that imports with a dot is part of a package, and is named by its module"
+    if "/" in stem and not Path(stem).is_absolute():
+        return f"{hint}, {stem.replace('/', '.')!r}"
+    return hint
 
 
 def function_name(fn: object) -> str:
@@ -162,10 +188,13 @@ def function_name(fn: object) -> str:
     name = getattr(fn, "__qualname__", None)
     if not module or not name:
         raise PlanError(
-            f"{fn!r} is not a module-level function: define it with def at the top of a module"
+            f"{function_with_place(fn)} is not a module-level function: define it with def at the "
+            "top of a module"
         )
     if "<" in name or "." in name:
-        kind = "a lambda or a nested function" if "<" in name else "a method or a nested class"
+        kind = "a method or a nested class"
+        if "<" in name:
+            kind = "a lambda or a nested function"
         raise PlanError(f"{module}:{name} is {kind}: define it with def at the top of a module")
     return f"{_publisher(fn, module, name)}:{name}"
 

@@ -42,7 +42,9 @@ def written_out(nodes: Sequence[Any], places: Sequence[str] = ()) -> tuple[list[
         spec = _after(spec, ends)
         own = [spec]
         if isinstance(spec, Mapping) and "repeat" in spec:
-            label = f"{place}: " if place else ""
+            label = ""
+            if place:
+                label = f"{place}: "
             own = _rounds(spec, f"{label}repeat {spec.get('name', position)!r}")
             if "name" in spec:
                 ends[str(spec["name"])] = own[-1]["name"]
@@ -150,7 +152,8 @@ def _word(found: re.Match[str], number: int, previous: str | None, label: str) -
                 )
             return previous
         case other:
-            if hint := did_you_mean(other, _WORDS):
+            hint = did_you_mean(other, _WORDS)
+            if hint:
                 raise PlanError(
                     f"{label} has {found[0]!r}, which stands for nothing (there are: {{round}}, "
                     f"{{previous}}){hint}"

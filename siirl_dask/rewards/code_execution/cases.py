@@ -33,7 +33,7 @@ def code_execution(
 
     A test is code that asserts, or ``{input, output}`` of a program, compared line by line without
     white space at the ends. ``answer`` is one test, a list of tests, or that list as JSON. The
-    program runs anew for each test, in a process that can do no harm (see Limits) and that the test
+    program runs once for each test, in a process that can do no harm (see Limits) and that the test
     is not in: see docs/rewards.md for what a test may do, and for ``forgeable``, which runs both in
     one. All tests of a response share ``seconds``: a test that no time is left for is not passed.
     ValueError when ``answer`` holds no test, or one that cannot be run apart from the program;
@@ -60,7 +60,9 @@ def code_execution(
 
 def _passes(code: str, test: Test, limits: SandboxLimits, forgeable: bool) -> bool:
     if isinstance(test, str):
-        return passes_together(code, test, limits) if forgeable else passes(code, test, limits)
+        if forgeable:
+            return passes_together(code, test, limits)
+        return passes(code, test, limits)
     stdin, expected = test
     printed = output(code, stdin, limits)
     if printed is None:
@@ -74,7 +76,8 @@ def _lines(text: str) -> list[str]:
 
 def _tests(answer: object) -> Iterator[Test]:
     items = _decoded(answer)
-    items = items if isinstance(items, Sequence) and not isinstance(items, str) else [items]
+    if isinstance(items, str) or not isinstance(items, Sequence):
+        items = [items]
     if not items:
         raise ValueError(
             "answer holds no tests: expected code that asserts, or {input, output}, or a list of "

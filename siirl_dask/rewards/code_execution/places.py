@@ -102,12 +102,16 @@ def program_user() -> int | None:
     """
     if sys.platform != "linux" or os.geteuid() != 0:
         return None
-    whole = Path("/proc/self/uid_map").read_text().split() == _WHOLE_MACHINE
-    return _UNUSED_USERS[0] + secrets.randbelow(_UNUSED_USERS[1]) if whole else None
+    if Path("/proc/self/uid_map").read_text().split() != _WHOLE_MACHINE:
+        return None
+    return _UNUSED_USERS[0] + secrets.randbelow(_UNUSED_USERS[1])
 
 
 def sandbox_command(
-    isolate: bool | str, readable: Sequence[str], file_size: int, folder: str
+    isolate: bool | str,
+    readable: Sequence[str],
+    file_size: int,
+    folder: str,
 ) -> tuple[list[str], int | None]:
     """Return the command that runs one task in the sandbox that is asked for, and the user for it
     if not this one.
@@ -142,8 +146,10 @@ def _bubblewrap(program: str, readable: Sequence[str], file_size: int) -> list[s
         "ALL",
     ]
     for place in readable:
-        link = os.path.islink(place)  # noqa: PTH114
-        command += ["--symlink", os.readlink(place), place] if link else ["--ro-bind", place, place]  # noqa: PTH115
+        if os.path.islink(place):  # noqa: PTH114
+            command += ["--symlink", os.readlink(place), place]  # noqa: PTH115
+        else:
+            command += ["--ro-bind", place, place]
     for device in DEVICES:
         command += ["--dev-bind", device, device]
     command += [
@@ -162,7 +168,11 @@ def _bubblewrap(program: str, readable: Sequence[str], file_size: int) -> list[s
 
 
 def _runsc(
-    program: str, readable: Sequence[str], file_size: int, folder: str, user: int | None
+    program: str,
+    readable: Sequence[str],
+    file_size: int,
+    folder: str,
+    user: int | None,
 ) -> list[str]:
     """Return runsc's arguments, after the description of the sandbox is written to ``folder``."""
     root = Path(folder, "root")
@@ -203,5 +213,6 @@ def _runsc(
     }
     Path(folder, "config.json").write_text(json.dumps(description))
     flags = ["--network=none", "--ignore-cgroups", f"--root={folder}/state"]
-    flags += [] if os.geteuid() == 0 else ["--rootless"]
+    if os.geteuid() != 0:
+        flags.append("--rootless")
     return [program, *flags, "run", f"--bundle={folder}", Path(folder).name]

@@ -113,7 +113,9 @@ def output(code: str, stdin: str, limits: SandboxLimits) -> str | None:
     prints too much.
     """
     printed = _run({"kind": "program", "code": code}, stdin.encode(), limits)
-    return None if printed is None else printed.decode(errors="replace")
+    if printed is None:
+        return None
+    return printed.decode(errors="replace")
 
 
 def _run(task: dict[str, object], stdin: bytes, limits: SandboxLimits) -> bytes | None:
@@ -128,7 +130,9 @@ def _run(task: dict[str, object], stdin: bytes, limits: SandboxLimits) -> bytes 
         ended = carry({given: process, printed: None, reason: None}, [printed, reason], end)
         code = process.exit_code(end) if ended else None
         _check(code, reason)
-        return bytes(printed.waiting) if code == PASSED else None
+        if code != PASSED:
+            return None
+        return bytes(printed.waiting)
 
 
 @contextmanager
@@ -136,15 +140,17 @@ def _started(limits: SandboxLimits) -> Iterator[SandboxProcess]:
     with tempfile.TemporaryDirectory(prefix="siirl-code-") as folder:
         readable = places.readable_places(limits.readable)
         command, user = places.sandbox_command(limits.isolate, readable, limits.file_size, folder)
-        home = folder if limits.isolate in (False, "runsc") else FOLDER  # runsc itself writes there
+        home = FOLDER
+        if limits.isolate in (False, "runsc"):  # runsc itself writes there
+            home = folder
         with SandboxProcess(command, folder, home, user) as process:
             yield process
 
 
 def _header(task: dict[str, object], limits: SandboxLimits) -> bytearray:
-    own = limits.isolate in (True, "namespaces")
-    user = places.program_user() if own else None
-    confinement = {"isolate": "namespaces" if own else limits.isolate, "user": user}
+    confinement: dict[str, object] = {"isolate": limits.isolate, "user": None}
+    if limits.isolate in (True, "namespaces"):
+        confinement = {"isolate": "namespaces", "user": places.program_user()}
     text = json.dumps(
         task | asdict(limits) | confinement | {"readable": places.readable_places(limits.readable)}
     ).encode()

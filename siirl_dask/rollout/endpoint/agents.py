@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from siirl_dask.errors import EpisodeError
 from siirl_dask.rollout.endpoint.conversations import Conversation, Segment
 from siirl_dask.rollout.endpoint.server import Endpoint
+from siirl_dask.wording import exception_text_with_place
 
 _BEAT = 0.25  # seconds between two signs of life of the agents' event loop
 _SLICE = 0.1  # seconds after which episodes of peers are asked for again
@@ -93,7 +94,9 @@ class AgentRuns:
     make: Callable[[Any], ProgramEpisode]
     """Returns the episode of an item."""
     result: Callable[[ProgramEpisode, Outcome | None], Any]
-    """Returns what ``source`` is told of an episode; its outcome is None if it was given up."""
+    """Returns what goes to ``source`` as the result of an episode; its outcome is None if it was
+    given up.
+    """
     endpoint: Endpoint
     model: str
     max_open: int
@@ -245,7 +248,7 @@ class AgentRuns:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            return None, f"raised {type(error).__name__}"
+            return None, exception_text_with_place(error)
         except (
             Exception,
             SystemExit,
@@ -253,10 +256,7 @@ class AgentRuns:
         ) as error:  # the last two would end the loop of all agents
             if limit.expired():
                 return None, f"took more than {self.timeout:g} s"
-            reason = f"raised {type(error).__name__}: {error!s:.1000}"
-            return None, reason.encode(
-                "utf-8", "replace"
-            ).decode()  # a model's JSON may hold half of a character
+            return None, exception_text_with_place(error)
 
     async def _beats(self) -> None:
         while True:

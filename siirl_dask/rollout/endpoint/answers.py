@@ -55,22 +55,30 @@ def up_to_stop(
 
 
 def chat_body(
-    asked: Asked, answer: Answer, head: dict[str, Any], decode: Callable[[int], str]
+    asked: Asked,
+    answer: Answer,
+    head: dict[str, Any],
+    decode: Callable[[int], str],
 ) -> dict[str, Any]:
     """Return the answer to a chat request as OpenAI's object ``chat.completion``."""
     choice = {"index": 0, "message": _sent(answer.message), "finish_reason": _reason(answer)}
-    choice["logprobs"] = (
-        {"content": _chat_logprobs(answer.generation, decode)} if asked.logprobs else None
-    )
+    choice["logprobs"] = None
+    if asked.logprobs:
+        choice["logprobs"] = {"content": _chat_logprobs(answer.generation, decode)}
     return {**head, "object": "chat.completion", "choices": [choice], "usage": _usage(answer)}
 
 
 def text_body(
-    asked: Asked, answer: Answer, head: dict[str, Any], decode: Callable[[int], str]
+    asked: Asked,
+    answer: Answer,
+    head: dict[str, Any],
+    decode: Callable[[int], str],
 ) -> dict[str, Any]:
     """Return the answer to a completion request as OpenAI's object ``text_completion``."""
     choice = {"index": 0, "text": answer.text, "finish_reason": _reason(answer)}
-    choice["logprobs"] = _text_logprobs(answer.generation, decode) if asked.logprobs else None
+    choice["logprobs"] = None
+    if asked.logprobs:
+        choice["logprobs"] = _text_logprobs(answer.generation, decode)
     return {**head, "object": "text_completion", "choices": [choice], "usage": _usage(answer)}
 
 
@@ -119,13 +127,17 @@ def _sent(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_text(arguments: object) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments)
 
 
 def _reason(answer: Answer) -> str:
     if answer.generation.finish_reason is FinishReason.LENGTH:
         return "length"
-    return "tool_calls" if answer.message.get("tool_calls") else "stop"
+    if answer.message.get("tool_calls"):
+        return "tool_calls"
+    return "stop"
 
 
 def _usage(answer: Answer) -> dict[str, int]:

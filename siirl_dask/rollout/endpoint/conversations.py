@@ -154,7 +154,11 @@ class Conversation:
             return turn
 
     def finish(
-        self, turn: SampledTurn, generation: Generation, version: int, history: History
+        self,
+        turn: SampledTurn,
+        generation: Generation,
+        version: int,
+        history: History,
     ) -> None:
         """Record an answer: what was sampled, by which weights, and the history that leads back
         to it.
@@ -279,11 +283,9 @@ class Conversation:
         again = sum(segment.prompt == prompt for segment in self._segments)
         if not self._under_way:
             self._wave += 1
-        seed = (
-            self._seed
-            if prompt == self._own_prompt and not again
-            else mixed_seed(self._seed, prompt, again)
-        )
+        seed = self._seed
+        if again or prompt != self._own_prompt:
+            seed = mixed_seed(self._seed, prompt, again)
         return self._request(asked, Segment(prompt, seed, (self._wave, prompt, again)), [])
 
     def _request(self, asked: Asked, segment: Segment, between: list[int]) -> SampledTurn:
@@ -312,7 +314,9 @@ def history_of(asked: Asked, answer: dict[str, Any] | None = None, text: str = "
     """
     if not asked.chat:
         return asked.prompt + text
-    said = asked.messages if answer is None else [*asked.messages, answer]
+    said = [*asked.messages]
+    if answer is not None:
+        said.append(answer)
     return (json.dumps(asked.tools, sort_keys=True), *map(digest, said))
 
 

@@ -59,7 +59,9 @@ class _RequestHandler(RequestHandler):
 
     def _find(self) -> Conversation | None:
         scheme, _, token = self.request.headers.get("Authorization", "").partition(" ")
-        return self.serving.episodes.get(token.strip()) if scheme.lower() == "bearer" else None
+        if scheme.lower() != "bearer":
+            return None
+        return self.serving.episodes.get(token.strip())
 
     def body(self) -> bytes:
         """Return the body. Refusal for one that is too large."""
@@ -95,7 +97,9 @@ class _RequestHandler(RequestHandler):
 
     def send_error(self, status_code: int = 500, **how: Any) -> None:
         _, error, _ = how.get("exc_info", (None, None, None))
-        super().send_error(error.status if isinstance(error, Refusal) else status_code, **how)
+        if isinstance(error, Refusal):
+            status_code = error.status
+        super().send_error(status_code, **how)
 
 
 class NotFound(_RequestHandler):

@@ -11,7 +11,12 @@ class Refusal(Exception):
     """A request is not served: the HTTP status, and why."""
 
     def __init__(
-        self, status: int, message: str, *, field: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        field: str | None = None,
+        code: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -69,11 +74,9 @@ def invalid(field: str, value: object, expected: str) -> Refusal:
 
 def unsupported(field: str, value: object, reason: str, *, may_ignore: bool = True) -> Refusal:
     """Return the refusal of a field that asks for what the endpoint cannot do."""
-    hint = (
-        f"; leave it out, or let it be left unread: endpoint.ignore=[{field}]"
-        if may_ignore
-        else "; leave it out"
-    )
+    hint = "; leave it out"
+    if may_ignore:
+        hint += f", or let it be left unread: endpoint.ignore=[{field}]"
     return Refusal(
         400, f"{field}={value!r:.100}: {reason}{hint}", field=field, code="unsupported_value"
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from siirl_dask.config import EndpointConfig
 from siirl_dask.context import Rank
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, clause
 from siirl_dask.rollout.endpoint.conversations import Conversation
 from siirl_dask.rollout.endpoint.queue import AgentQueue
 from siirl_dask.rollout.endpoint.serving import Serving
@@ -42,7 +42,11 @@ class Endpoint:
     """
 
     def __init__(
-        self, engine: RolloutEngine, queue: AgentQueue, config: EndpointConfig, rank: Rank
+        self,
+        engine: RolloutEngine,
+        queue: AgentQueue,
+        config: EndpointConfig,
+        rank: Rank,
     ) -> None:
         self._config = config
         self._port = config.port + rank.rank if config.port else 0
@@ -76,7 +80,7 @@ class Endpoint:
             raise ConfigError(
                 f"endpoint.host={self._config.host!r}, endpoint.port={self._config.port}: cannot "
                 "listen on port "
-                f"{self._port}: {error}; expected an address of this machine, and a free port or 0"
+                f"{self._port}: {clause(error)}; expected an address of this machine, and a free port or 0"
             ) from error
         self._thread.start()
         self._call(self._serve)

@@ -69,7 +69,9 @@ def read_message(
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if isinstance(thinking, str):
         message["reasoning_content"] = thinking
-    return {**message, "tool_calls": calls} if calls else message
+    if calls:
+        return {**message, "tool_calls": calls}
+    return message
 
 
 def _calls(parsed: Sequence[Any], first: int) -> list[dict[str, Any]] | None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from siirl_dask.context import Sleeps
+from siirl_dask.context import Rank, Sleeps
 from siirl_dask.devices import accelerator
 from siirl_dask.errors import PeerError, RunError
 from siirl_dask.models.broken_imports import hide
@@ -32,7 +32,11 @@ from siirl_dask.rollout.engine import (
     TakesAdapters,
     WeightStream,
 )
-from siirl_dask.rollout.process_engine.described_inputs import read_described
+from siirl_dask.rollout.process_engine.described_inputs import (
+    DescribedInputs,
+    Reports,
+    read_described,
+)
 from siirl_dask.rollout.process_engine.errors_as_data import describe_error
 from siirl_dask.rollout.process_engine.frames import (
     ABORT,
@@ -183,7 +187,13 @@ class EngineCommands:
         torch.set_num_threads(described.threads)
         accelerator.bind(described.device.kind, described.device.index)
         hide()
-        inputs = described.inputs(self._progress, self._stage, self._cache)
+        reports = Reports(
+            progress=self._progress,
+            stage=self._stage,
+            waiting=self._waiting,
+            engine_cache=self._cache,
+        )
+        inputs = described.inputs(_rank_of(described), reports)
         self._built = engine_spec(described.engine).build(inputs)
         return {"context_length": self._built.context_length}
 
@@ -208,7 +218,11 @@ class EngineCommands:
         self._engine.load_weights(WeightStream(shapes, read_tensors(file, listed)), version)
 
     def _use_adapters(
-        self, agent: str, scaling: float, version: int, tensors: Mapping[str, Any]
+        self,
+        agent: str,
+        scaling: float,
+        version: int,
+        tensors: Mapping[str, Any],
     ) -> None:
         from siirl_dask.rollout.base_weights import Adapters
         from siirl_dask.rollout.engine import FitsAdapters
@@ -246,6 +260,24 @@ class EngineCommands:
             yield
         finally:
             self._messages.send("stage ended")
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._messages.send("waiting")
+        try:
+            yield
+        finally:
+            self._messages.send("stage ended")
+
+
+def _rank_of(described: DescribedInputs) -> Rank:
+    """Return the rank of the engine that is built: of one that has several, in a group of them."""
+    if described.meeting is None:
+        return Rank(described.rank, described.ranks)
+    # imports torch
+    from siirl_dask.rollout.process_engine.ranks import join
+
+    return join(described.meeting)
 
 
 def _listed(value: object) -> Sequence[Any]:

@@ -32,6 +32,24 @@ class DescribedDevice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """The place where the process of one rank of an engine meets those of the others."""
+
+    rank: int
+    """Rank in the engine."""
+    size: int
+    host: str
+    """Address of the process's own host, where it listens."""
+    store_host: str
+    """Address of the store by which all meet, which the worker of the first rank hosts."""
+    store_port: int
+    start: int
+    """Number of this meeting there."""
+    timeout: float
+    """Seconds that one of them may be late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DescribedInputs:
     """``EngineInputs`` without what belongs to a process."""
 
@@ -41,6 +59,7 @@ class DescribedInputs:
     rollout: RolloutConfig
     device: DescribedDevice
     rank: int
+    """Rank of the worker in its role."""
     ranks: int
     threads: int
     """Threads of torch on a CPU: sums depend on their number."""
@@ -49,26 +68,39 @@ class DescribedInputs:
     lora: LoraConfig | None = None
     images: ImagesConfig | None = None
     agents: tuple[str, ...] = field(default=())
+    meeting: Meeting | None = None
+    """How the ranks of one engine find each other; None: it has one."""
 
-    def inputs(
-        self,
-        progress: Callable[[], None],
-        stage: Callable[[str], AbstractContextManager[object]],
-        engine_cache: Callable[[float, int], None],
-    ) -> EngineInputs:
-        """Return the inputs, with a device that reports by these functions."""
+    def inputs(self, rank: Rank, reports: Reports) -> EngineInputs:
+        """Return the inputs for ``rank``, with a device that reports by these functions."""
         own = asdict(self.device)
-        device = Device(**own, progress=progress, stage=stage, engine_cache=engine_cache)
+        device = Device(
+            **own,
+            progress=reports.progress,
+            stage=reports.stage,
+            waiting=reports.waiting,
+            engine_cache=reports.engine_cache,
+        )
         return EngineInputs(
             model=self.model,
             rollout=self.rollout,
             device=device,
-            rank=Rank(rank=self.rank, size=self.ranks),
+            rank=rank,
             lora=self.lora,
             images=self.images,
             processor=load_processor(self.model.path, self.images),
             agents=self.agents,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reports:
+    """Functions by which an engine's device reports, as those of ``Device``."""
+
+    progress: Callable[[], None]
+    stage: Callable[[str], AbstractContextManager[object]]
+    waiting: Callable[[], AbstractContextManager[object]]
+    engine_cache: Callable[[float, int], None]
 
 
 def describe(engine: str, inputs: EngineInputs, *, threads: int, log_level: int) -> dict[str, Any]:

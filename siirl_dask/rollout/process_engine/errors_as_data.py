@@ -7,7 +7,7 @@ from __future__ import annotations
 import traceback
 
 from siirl_dask import errors
-from siirl_dask.errors import PeerError, RunError, SiirlError
+from siirl_dask.errors import PeerError, RunError, SiirlError, is_of_collective
 
 _PLAIN: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 """Exceptions of Python's that the protocol of engines names."""
@@ -15,8 +15,11 @@ _PLAIN: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": Typ
 
 def describe_error(error: Exception) -> list[str]:
     """Return an exception's class and text; of one that is nobody's mistake, which is a bug, the
-    traceback goes to standard error.
+    traceback goes to standard error. What a collective raises becomes a PeerError: another rank is
+    gone.
     """
+    if is_of_collective(error):
+        error = PeerError(f"a collective of the engine's ranks failed: {error}")
     name = type(error).__name__
     if name not in _PLAIN and not isinstance(error, SiirlError):
         traceback.print_exception(error)

@@ -5,6 +5,7 @@ pair of Unix sockets that have no address.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 from dataclasses import dataclass
@@ -65,6 +66,12 @@ class MessageSocket:
                 self._socket.sendall(head + packed)
         except OSError as error:
             raise ProcessLostError(str(error)) from error
+
+    def is_readable(self, seconds: float) -> bool:
+        """Wait so long for a message, or the end of the socket; return whether one is there."""
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        return bool(waiting.poll(1000 * seconds))
 
     def receive(self) -> Frame:
         """Wait for a message. ProcessLostError where none will come; PeerError for anything else."""

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from threading import Thread
 from typing import Any
 
@@ -36,6 +36,7 @@ logger = logging.getLogger("siirl_dask.rollout")
 _CHILD = "siirl_dask.rollout.process_engine.child"
 _PATIENCE = 5.0  # seconds for a process that is ending to be gone
 _LOOK_AGAIN = 0.02
+_CHECK_EVERY = 0.05  # seconds; an engine that waits for other ranks asks ten times a second
 _LINES = 12
 """Last lines of a process's output that an error shows."""
 _LONGEST_LINE = 2**12
@@ -61,6 +62,7 @@ class EngineProcess:
         self.holds: object = None
         """Weights that it has; None: those of the model's folder."""
         self._device = device
+        self._ended_here = False
         self._stages: list[ExitStack] = []
         self._words: deque[str] = deque(maxlen=_LINES)
         self._folder = tempfile.mkdtemp(prefix="siirl-engine-")
@@ -89,6 +91,17 @@ class EngineProcess:
         """Number of the process."""
         return self._process.pid
 
+    def is_running(self) -> bool:
+        """Return whether the process has not ended. Where the system can, it is not reaped: its
+        number stays that of its group, which ``end`` kills.
+        """
+        if self._process.returncode is not None:
+            return False
+        if not hasattr(os, "waitid"):
+            return self._process.poll() is None
+        look = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return os.waitid(os.P_PID, self.pid, look) is None
+
     def command(
         self,
         name: str,
@@ -96,16 +109,23 @@ class EngineProcess:
         *,
         file: int | None = None,
         answers: Answers = _no_answers,
+        check: Callable[[], object] | None = None,
     ) -> Any:
         """Have the process carry out a command, and return its result.
 
         What the engine raises is raised here, and what ``answers`` raises, after the engine has
         stopped. ProcessLostError where the process has ended; then, and where this call is
-        interrupted in the middle, it is killed.
+        interrupted in the middle, it is killed. ``check`` is called now and then while the process
+        says nothing: what it raises interrupts the call.
         """
         outer = len(self._stages)  # of a command that waits for this one
         try:
-            result, error = self._until_done(name, value, file, answers)
+            self._socket.send(name, value, file)
+            result, error = self._until_done(answers, check)
+        except ProcessLostError:
+            self._await_own_end()  # before it is killed
+            self.end()
+            raise
         except BaseException:
             self.end()
             raise
@@ -118,6 +138,8 @@ class EngineProcess:
 
     def end(self) -> None:
         """Kill the process and all that it has started."""
+        if self.is_running():
+            self._ended_here = True
         # not reaped yet: its number cannot be another process's
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
@@ -132,18 +154,23 @@ class EngineProcess:
 
     def how_it_ended(self) -> str:
         """Return how a process that is gone came to its end, and the last that it said, for errors."""
-        how = _how(self._process.returncode)
+        how = "was ended by its worker"
+        if not self._ended_here:
+            how = _how(self._process.returncode)
         words = "\n".join(self._words)
-        return f"{how}; the last that it said:\n{words}" if words else f"{how}, and said nothing"
+        if not words:
+            return f"{how}, and said nothing"
+        return f"{how}; the last that it said:\n{words}"
 
     def _until_done(
-        self, name: str, value: Any, file: int | None, answers: Answers
+        self, answers: Answers, check: Callable[[], object] | None
     ) -> tuple[Any, Exception | None]:
         """Return the result of a command, or what was raised in it."""
         failure: Exception | None = None
         try:
-            self._socket.send(name, value, file)
             while True:
+                while check is not None and not self._socket.is_readable(_CHECK_EVERY):
+                    check()
                 message = self._socket.receive()
                 if message.name == DONE:
                     return message.value, failure
@@ -167,22 +194,12 @@ class EngineProcess:
         except ProcessLostError:
             if failure is not None:
                 raise failure from None
-            self._await_own_end()  # before it is killed
             raise
 
     def _await_own_end(self) -> None:
-        """Wait some seconds for the process to end by itself. Where the system can, it is not
-        reaped: its number stays that of its group, which ``end`` kills.
-        """
-        if self._process.returncode is not None:
-            return
-        if not hasattr(os, "waitid"):
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_PATIENCE)
-            return
+        """Wait some seconds for the process to end by itself."""
         until = time.monotonic() + _PATIENCE
-        look = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        while os.waitid(os.P_PID, self.pid, look) is None and time.monotonic() < until:
+        while self.is_running() and time.monotonic() < until:
             time.sleep(_LOOK_AGAIN)
 
     def _reported(self, name: str, value: Any) -> bool:
@@ -193,14 +210,19 @@ class EngineProcess:
             case "cache", [float(used), int(waiting)]:
                 self._device.engine_cache(used, waiting)
             case "stage", str(stage):
-                begun = ExitStack()
-                begun.enter_context(self._device.stage(stage))
-                self._stages.append(begun)
+                self._begin_stage(self._device.stage(stage))
+            case "waiting", None:
+                self._begin_stage(self._device.waiting())
             case "stage ended", None if self._stages:
                 self._stages.pop().close()
             case _:
                 return False
         return True
+
+    def _begin_stage(self, stage: AbstractContextManager[object]) -> None:
+        begun = ExitStack()
+        begun.enter_context(stage)
+        self._stages.append(begun)
 
     def _forward(self) -> None:
         """Pass on what the process writes, and keep its last lines."""

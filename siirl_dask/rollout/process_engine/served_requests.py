@@ -25,15 +25,15 @@ class ServedRequests:
         queue: RequestQueue,
         version: Callable[[], int],
         weights: ArrivingWeights | None,
-        delivered: Callable[[], None],
     ) -> None:
         """``version()`` is that of the weights in use, ``weights`` are those that may arrive
-        meanwhile, None: none. ``delivered`` is called after each response.
+        meanwhile, None: none.
         """
+        self.delivered = 0
+        """Responses."""
         self._queue = queue
         self._version = version
         self._weights = weights
-        self._delivered = delivered
         self._numbers = count()
         self._under_way: dict[int, tuple[Any, GenerationRequest]] = {}
         self._again: deque[int] = deque()
@@ -48,7 +48,7 @@ class ServedRequests:
     def answer(self, name: str, value: Any) -> Any:
         """Return the answer to a message of the process. PeerError for one of another form."""
         match name, value:
-            case "next", [int(limit), bool(wait)] if limit > 0:
+            case "next", [int(limit), bool(wait)] if limit >= 0:
                 return self._next(limit, wait=wait)
             case "ended", None:
                 return False if self._again else self._queue.ended()
@@ -56,7 +56,7 @@ class ServedRequests:
                 generation = read_sampled(sample).generation
                 ticket, _ = self._under_way.pop(number)
                 self._queue.complete(ticket, generation)
-                self._delivered()
+                self.delivered += 1
                 return None
             case "arrived", None if self._weights is not None:
                 return self._weights.arrived()

@@ -1,4 +1,4 @@
-"""Generates with servers of vLLM that somebody else has started. Nothing here imports vLLM but
+"""Generates with servers of vLLM or SGLang that somebody else has started. Nothing here imports vLLM but
 ``extension`` and ``serve``, which run in a server.
 """
 

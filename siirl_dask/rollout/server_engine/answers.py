@@ -25,10 +25,14 @@ class ServedResponse:
     """Labels of the weights of its tokens: one, but where weights were replaced meanwhile."""
 
 
-def read_answer(
-    found: object, request: GenerationRequest, ends: Collection[int], mode: str, url: str
+def read_vllm_answer(
+    found: object,
+    request: GenerationRequest,
+    ends: Collection[int],
+    mode: str,
+    url: str,
 ) -> ServedResponse:
-    """Return the response in what ``/inference/v1/generate`` of the server at ``url`` answers.
+    """Return the response in what ``/inference/v1/generate`` of vLLM's server at ``url`` answers.
     ``ends`` are the tokens that end any response, ``mode`` is the server's ``logprobs_mode``.
 
     RunError for an answer of another form, for log-probs that are missing or not finite, and for a
@@ -45,11 +49,68 @@ def read_answer(
         labels = frozenset(str(_mapping(span)["version"]) for span in spans)
         reason = _REASONS[choice["finish_reason"]]
     except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise RunError(
-            f"{url}: its answer has not the form that vLLM 0.32's has, or the response was ended by "
-            f"something else than its end or its length: {type(error).__name__}: {error}"
-        ) from error
-    if reported != tokens or not tokens:
+        raise _other_form(url, "vLLM 0.32's", error) from error
+    if mode == EXACT:
+        # the sampler leaves minus the log-probability as the logit of the token that it chose
+        logprobs = [-each for each in logprobs]
+    generation = Generation(tokens, logprobs, reason)
+    expected = f"the server's --logprobs-mode to be {mode}"
+    _check(generation, reported, request, ends, url=url, expected=expected)
+    return ServedResponse(generation, labels)
+
+
+def read_sglang_answer(
+    found: object,
+    request: GenerationRequest,
+    ends: Collection[int],
+    url: str,
+) -> ServedResponse:
+    """Return the response in what ``/generate`` of SGLang's server at ``url`` answers. RunError as
+    ``read_vllm_answer``.
+    """
+    try:
+        answer = _mapping(found)
+        meta = _mapping(answer["meta_info"])
+        tokens = [_token(token) for token in _sequence(answer["output_ids"])]
+        chosen = [_sequence(each) for each in _sequence(meta["output_token_logprobs"])]
+        logprobs = [float(each[0]) for each in chosen]
+        reported = [_token(each[1]) for each in chosen]
+        labels = frozenset([str(meta["weight_version"])])
+        if "weight_versions" in meta:  # there where weights were replaced meanwhile
+            spans = _sequence(meta["weight_versions"])
+            labels |= {str(_mapping(span)["version"]) for span in spans}
+        reason = _REASONS[_mapping(meta["finish_reason"])["type"]]
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise _other_form(url, "SGLang 0.5.23's", error) from error
+    generation = Generation(tokens, logprobs, reason)
+    _check(generation, reported, request, ends, url=url, expected="log-probabilities of SGLang")
+    return ServedResponse(generation, labels)
+
+
+def _other_form(url: str, known: str, error: Exception) -> RunError:
+    """Return the error for an answer that is not understood."""
+    return RunError(
+        f"{url}: its answer has not the form that {known} has, or the response was ended by "
+        f"something else than its end or its length: {type(error).__name__}: {error}"
+    )
+
+
+def _check(
+    generation: Generation,
+    reported: Sequence[int],
+    request: GenerationRequest,
+    ends: Collection[int],
+    *,
+    url: str,
+    expected: str,
+) -> None:
+    """Raise RunError for log-probs that are not those of the tokens (``reported`` are the tokens
+    that have them), or no log-probs (``expected`` says of what), and for a response of another
+    length or end than was asked for.
+    """
+    tokens = generation.token_ids
+    logprobs = generation.logprobs
+    if list(reported) != list(tokens) or not tokens:
         raise RunError(f"{url}: it gave log-probs of other tokens than it sampled")
     if len(tokens) > request.sampling.max_tokens:
         raise RunError(
@@ -58,16 +119,9 @@ def read_answer(
         )
     if not all(map(isfinite, logprobs)):
         raise RunError(f"{url}: the model gives logits that are not finite")
-    if mode == EXACT:
-        # the sampler leaves minus the log-probability as the logit of the token that it chose
-        logprobs = [-each for each in logprobs]
     if max(logprobs) > 0:
-        raise RunError(
-            f"{url}: it gave {max(logprobs)} as a log-probability; expected the server's "
-            f"--logprobs-mode to be {mode}"
-        )
-    _check_end(tokens, reason, request, ends, url)
-    return ServedResponse(Generation(tokens, logprobs, reason), labels)
+        raise RunError(f"{url}: it gave {max(logprobs)} as a log-probability; expected {expected}")
+    _check_end(tokens, generation.finish_reason, request, ends, url)
 
 
 def _check_end(
@@ -90,7 +144,7 @@ def _check_end(
         problem = "it went on after a token that ends a response"
     else:
         return
-    raise RunError(f"{url}: {problem}; look what there is between this worker and vLLM's server")
+    raise RunError(f"{url}: {problem}; look what there is between this worker and the server")
 
 
 def _mapping(found: object) -> Mapping[str, Any]:

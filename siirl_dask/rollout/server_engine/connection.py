@@ -1,5 +1,5 @@
-"""Talks to one server of vLLM over HTTP: examines it, has it load weights, and asks again while it is
-out of reach.
+"""Talks to one server over HTTP, and asks again while it is out of reach. Each kind of server is a
+subclass, which knows its API.
 """
 
 from __future__ import annotations
@@ -8,12 +8,16 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from siirl_dask.config import ServerConfig
+from siirl_dask.config import ModelConfig, ServerConfig
 from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.rollout.engine import GenerationRequest
+from siirl_dask.rollout.server_engine.answers import ServedResponse
 
 if TYPE_CHECKING:
     from tornado.httpclient import HTTPResponse
@@ -21,8 +25,6 @@ if TYPE_CHECKING:
     from siirl_dask.http_client import EndingClient
 
 logger = logging.getLogger("siirl_dask.rollout")
-EXTENSION = "siirl_dask.rollout.server_engine.extension.LoadsWeights"
-_GENERATE = "/inference/v1/generate"
 _LARGEST = 256 * 2**20
 """Bytes of an answer, at most."""
 _SHOWN = 500
@@ -35,7 +37,7 @@ _FAILURES = 3
 """Times that a server may fail at one request."""
 
 
-class _OutOfReachError(Exception):
+class OutOfReachError(Exception):
     """A server gives no answer now; it may later."""
 
 
@@ -45,26 +47,23 @@ class _FailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """A server's own description of itself."""
+    """A server's own description of itself, as far as every kind of server gives it."""
 
-    model: str
-    """Path or name of the model that it was started with."""
-    logprobs_mode: str
-    dtype: str
-    """Number type of its computation, such as ``float32``."""
     longest: int
     """Most tokens of a prompt and its response."""
-    on_cpu: bool
-    has_extension: bool
-    """Whether its workers can load weights as ``extension`` does."""
-    generation_config: str
+    description: str
+    """Model, number type, device and length, in a sentence."""
 
 
-class Server:
+class Server(ABC):
     """One server, asked from one event loop."""
 
     def __init__(
-        self, url: str, config: ServerConfig, connections: int, progress: Callable[[], None]
+        self,
+        url: str,
+        config: ServerConfig,
+        connections: int,
+        progress: Callable[[], None],
     ) -> None:
         """``connections`` is the most requests under way at once. ``progress`` is called while a
         server that is out of reach is waited for: somebody may be starting it.
@@ -81,87 +80,71 @@ class Server:
         self._client: EndingClient | None = None
         self._warned = -_LONGEST_PAUSE
 
+    @abstractmethod
     async def examine(self, *, patiently: bool = True) -> ServerFacts:
         """Ask a server what it is, as ``ask`` does, or without ``patiently`` a single time.
-        ConfigError for one that is no server of vLLM, or was started without what is needed.
+        ConfigError for one of another kind, and for one that does not answer that single time.
         """
-        path = "/server_info?config_format=json"
-        if patiently:
-            found = await self.ask("GET", path)
-        else:
-            try:
-                found = await self._once("GET", path)
-            except (_OutOfReachError, _FailedError) as error:
-                raise ConfigError(f"{self.url}: it does not answer: {error}") from error
-        await self._check_generates()
-        try:
-            config = found["vllm_config"]
-            model = config["model_config"]
-            return ServerFacts(
-                model=str(model["model"]),
-                logprobs_mode=str(model["logprobs_mode"]),
-                dtype=str(model["dtype"]).removeprefix("torch."),
-                longest=int(model["max_model_len"]),
-                on_cpu=str(config["device_config"]["device"]) == "cpu",
-                has_extension=config["parallel_config"]["worker_extension_cls"] == EXTENSION,
-                generation_config=str(model["generation_config"]),
-            )
-        except (KeyError, OverflowError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{self.url}: it does not describe itself as a server of vLLM 0.32 does: "
-                f"{type(error).__name__}: {error}"
-            ) from error
 
-    async def _check_generates(self) -> None:
-        """Raise ConfigError for a server that takes no requests by tokens: it would refuse the
-        first one of the run.
+    @abstractmethod
+    def check(self, model: ModelConfig) -> None:
+        """Raise ConfigError for a server, once it is examined, whose samples would be others than
+        the configuration's.
         """
-        try:
-            response = await self._fetch("GET", _GENERATE, None)
-        except OSError:
-            return  # it was there a moment ago, and is asked again
-        if response.code == 404:  # one that takes them answers that they are not got
-            raise ConfigError(
-                f"{self.url}: it takes no requests at {_GENERATE}{_advice(404, _GENERATE)}"
-            )
 
+    @abstractmethod
     async def label(self) -> str:
         """Return the label of the weights that it has; ``default``: those that it started with."""
-        found = await self.ask("GET", "/weight_info")
-        label = found.get("weight_version") if isinstance(found, dict) else None
-        if not isinstance(label, str):
-            raise RunError(f"{self.url}: /weight_info gave {found!r}; expected weight_version")
-        return label
 
-    async def load(self, method: str, options: dict[str, str], label: str) -> None:
-        """Have every rank of the server call ``method``, which loads weights; they have ``label``
-        from then on.
+    @abstractmethod
+    async def load(self, folder: Path, label: str) -> None:
+        """Have it load all weights in ``folder``, which have ``label`` from then on.
 
         A server that ends meanwhile has lost them: all of it is done again. RunError as ``ask``.
         """
-        await self._patiently("/collective_rpc", lambda: self._load(method, options, label))
 
-    async def _load(self, method: str, options: dict[str, str], label: str) -> None:
-        begun = f"loading {label}"
-        await self._once("POST", "/pause?mode=keep")
-        await self._once("POST", "/update_weight_version", {"new_version": begun})
-        await self._once("POST", "/collective_rpc", {"method": method, "kwargs": options})
-        # also of requests under way: a server that was started again has some from before it had
-        # its weights
-        await self._once("POST", "/reset_prefix_cache?reset_running_requests=true")
-        found = await self._once("GET", "/weight_info")
-        if not isinstance(found, dict) or found.get("weight_version") != begun:
-            raise _OutOfReachError("it was started again while it loaded weights")
-        await self._once("POST", "/update_weight_version", {"new_version": label})
-        await self._once("POST", "/resume")
+    @abstractmethod
+    async def respond(
+        self, request: GenerationRequest, end_tokens: Collection[int]
+    ) -> ServedResponse:
+        """Return the response to one request, which each of ``end_tokens`` ends. RunError as
+        ``ask``, and for an answer of another form.
+        """
 
-    async def generate(self, body: dict[str, Any]) -> Any:
+    async def label_at(self, path: str) -> str:
+        """Return the label of its weights that a server gives at a path. RunError as ``ask``, and
+        for an answer without one.
+        """
+        found = await self.ask("GET", path)
+        label = None
+        if isinstance(found, dict):
+            label = found.get("weight_version")
+        if not isinstance(label, str):
+            raise RunError(f"{self.url}: {path} gave {found!r:.200}; expected weight_version")
+        return label
+
+    async def generate(self, path: str, body: dict[str, Any]) -> Any:
         """Return the answer to a request for a response."""
         self.under_way += 1
         try:
-            return await self.ask("POST", _GENERATE, body)
+            return await self.ask("POST", path, body)
         finally:
             self.under_way -= 1
+
+    async def describe(self, path: str, *, patiently: bool) -> Any:
+        """Return a server's description of itself, as plain data. ConfigError, without
+        ``patiently``, where it does not answer at once.
+        """
+        if patiently:
+            return await self.ask("GET", path)
+        try:
+            return await self.ask_once("GET", path)
+        except (OutOfReachError, _FailedError) as error:
+            raise ConfigError(f"{self.url}: it does not answer: {error}") from error
+
+    def advice(self, code: int, path: str) -> str:
+        """Return what to do where a server refuses a request by this status; empty for nothing."""
+        return ""
 
     async def ask(self, method: str, path: str, body: object = None) -> Any:
         """Return a server's answer, as plain data; None for an empty one.
@@ -169,9 +152,9 @@ class Server:
         A server that is out of reach is asked again, for ``patience`` seconds. RunError, with the
         server's words, where it refuses, fails three times, or stays out of reach.
         """
-        return await self._patiently(path, lambda: self._once(method, path, body))
+        return await self.patiently(path, lambda: self.ask_once(method, path, body))
 
-    async def _patiently(self, path: str, attempt: Callable[[], Awaitable[Any]]) -> Any:
+    async def patiently(self, path: str, attempt: Callable[[], Awaitable[Any]]) -> Any:
         """Return what ``attempt`` returns, which is called again while the server is out of reach."""
         pause = _FIRST_PAUSE
         failures = 0
@@ -179,7 +162,7 @@ class Server:
         while True:
             try:
                 return await attempt()
-            except _OutOfReachError as error:
+            except OutOfReachError as error:
                 problem = str(error)
             except _FailedError as error:
                 problem = str(error)
@@ -211,21 +194,21 @@ class Server:
             )
         self._warned = now
 
-    async def _once(self, method: str, path: str, body: object = None) -> Any:
+    async def ask_once(self, method: str, path: str, body: object = None) -> Any:
         """Return the answer to one request. RunError for a refusal."""
         try:
-            response = await self._fetch(method, path, body)
+            response = await self.fetch(method, path, body)
         except OSError as error:
-            raise _OutOfReachError(str(error)) from error
+            raise OutOfReachError(str(error)) from error
         if response.code == 200:
             return _plain(response, self.url)
         words = response.body.decode(errors="replace")[:_SHOWN]
         problem = f"{response.code} {words}"
         if response.code in _OUT_OF_REACH:
-            raise _OutOfReachError(problem)
+            raise OutOfReachError(problem)
         if response.code >= 500:
             raise _FailedError(problem)
-        raise RunError(f"{self.url}{path}: {problem}{_advice(response.code, path)}")
+        raise RunError(f"{self.url}{path}: {problem}{self.advice(response.code, path)}")
 
     def close(self) -> None:
         """End all requests under way. Another one opens a connection again."""
@@ -233,7 +216,7 @@ class Server:
             self._client.close()
             self._client = None
 
-    async def _fetch(self, method: str, path: str, body: object) -> HTTPResponse:
+    async def fetch(self, method: str, path: str, body: object) -> HTTPResponse:
         """Return one answer of the server. OSError where there is none."""
         from tornado.httpclient import HTTPClientError, HTTPRequest
         from tornado.iostream import StreamClosedError
@@ -269,15 +252,3 @@ def _plain(response: HTTPResponse, url: str) -> Any:
         return json.loads(response.body)
     except (ValueError, RecursionError) as error:
         raise RunError(f"{url}: its answer is no JSON: {error}") from error
-
-
-def _advice(code: int, path: str) -> str:
-    """Return what to do about a refusal."""
-    if "/inference" in path and code in (403, 404):
-        return "; start vLLM's server with --enable-scale-out"
-    if code == 404:
-        return (
-            "; start vLLM's server with VLLM_SERVER_DEV_MODE=1, or by python -m "
-            "siirl_dask.rollout.server_engine.serve MODEL"
-        )
-    return ""

@@ -1,4 +1,4 @@
-"""Generates with servers of vLLM that are there already: this process has no weights.
+"""Generates with servers that are there already: this process has no weights.
 
 A worker replaces the weights of its own servers, and every response says which weights sampled it.
 A server that was started again has lost them: it gets them again, and is asked again. No sample
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from torch import Tensor
 
-from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, parse_bytes
+from siirl_dask.config import ModelConfig, RolloutConfig, Sampler, parse_bytes
 from siirl_dask.context import Device, HoldsNoGroups, Rank
 from siirl_dask.errors import ConfigError, RunError, counted
 from siirl_dask.models.weight_files import open_tensors
@@ -33,21 +33,20 @@ from siirl_dask.rollout.engine import (
 )
 from siirl_dask.rollout.model_folder import read_model_folder
 from siirl_dask.rollout.request_room import check_room
-from siirl_dask.rollout.server_engine.answers import read_answer
 from siirl_dask.rollout.server_engine.balance import choose_server
-from siirl_dask.rollout.server_engine.connection import EXTENSION, Server, ServerFacts
+from siirl_dask.rollout.server_engine.connection import Server
+from siirl_dask.rollout.server_engine.sglang_server import SglangServer
+from siirl_dask.rollout.server_engine.vllm_server import VllmServer
 from siirl_dask.rollout.server_engine.weight_folder import WeightFolder
-from siirl_dask.rollout.vllm_engine.other_logprobs import check_engine_length
-from siirl_dask.rollout.vllm_engine.row_parameters import logprobs_mode, row_parameters
 from siirl_dask.rollout.weight_loading import Replacement
 
 _STARTED_WITH = "default"
-"""vLLM's label of the weights that a server started with."""
+"""Label of the weights that a server of vLLM or SGLang started with."""
 _MOST_MISTAKEN = 5
 """Answers of other weights than the server says that it has, one after the other. Some are those of a
 server that was started again, whose weights another request has brought back."""
 _ROOM = "the servers have"
-_MORE_ROOM = "start them with a larger --max-model-len"
+_MORE_ROOM = "start them with room for more (--max-model-len, of SGLang --context-length)"
 """Words of the error for requests that are too long."""
 
 
@@ -59,7 +58,11 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
     processor = None
 
     def __init__(
-        self, model: ModelConfig, rollout: RolloutConfig, device: Device, rank: Rank
+        self,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        device: Device,
+        rank: Rank,
     ) -> None:
         """``rank`` is the worker's among those of the role: its servers are ``urls[rank::size]``."""
         folder = read_model_folder(model)
@@ -76,19 +79,13 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
         self._base = BaseWeights(model.path, self._parameters)
         self._progress = device.progress
         self._max_rows = rollout.max_rows
-        self._mode = logprobs_mode(rollout)
         self._loop = asyncio.new_event_loop()
-        self._servers = [
-            Server(url, rollout.server, rollout.max_rows, self._progress) for url in own
-        ]
-        self._extended: dict[str, bool] = {}
+        self._servers = [server_at(url, rollout, rollout.max_rows, self._progress) for url in own]
         facts = []
         for server in self._servers:
             with device.stage(f"the server at {server.url} is asked what it is"):
-                found = self._run(server.examine())
-            check_server(server.url, found, model, self._mode)
-            self._extended[server.url] = found.has_extension
-            facts.append(found)
+                facts.append(self._run(server.examine()))
+            server.check(model)
         self.context_length: int | None = min(found.longest for found in facts)
         bucket = parse_bytes("rollout.weight_bucket", rollout.weight_bucket)
         self._weights = WeightFolder(shared, bucket)
@@ -103,7 +100,10 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
             self._load_folder(model.path)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
     ) -> list[Generation]:
         """Return one response per prompt, in order.
 
@@ -167,33 +167,24 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
         self._run(load())
 
     async def _load(self, server: Server) -> None:
-        folder = str(self._folder)
-        if self._extended[server.url]:
-            await server.load("load_siirl_weights", {"folder": folder}, self._label)
-        else:
-            await server.load("reload_weights", {"weights_path": folder}, self._label)
+        await server.load(self._folder, self._label)
         self._progress()
 
     async def _ask(self, request: GenerationRequest) -> Generation:
         """Return the response of one request, of the weights in use."""
         check_no_images([request])
         check_room(request, self.context_length, _ROOM, _MORE_ROOM)
-        body = {
-            "token_ids": list(request.prompt),
-            "sampling_params": row_parameters(
-                request.seed, request.sampling, self._end_tokens, request.begun, self._mode
-            ),
-        }
         under_way = [server.under_way for server in self._servers]
         server = self._servers[choose_server(request.prompt, under_way)]
         mistaken = 0
         while True:
-            found = await server.generate(body)
-            answer = read_answer(found, request, self._end_tokens, self._mode, server.url)
+            answer = await server.respond(request, self._end_tokens)
             if answer.labels == {self._label}:
                 self._progress()
                 return answer.generation
-            mistaken = 0 if await self._restored(server) else mistaken + 1
+            mistaken += 1
+            if await self._restored(server):
+                mistaken = 0
             if mistaken == _MOST_MISTAKEN:
                 raise RunError(
                     f"{server.url}: it says that its weights are {self._label!r}, and its answers "
@@ -221,32 +212,15 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
         return self._loop.run_until_complete(coroutine)
 
 
-def check_server(url: str, found: ServerFacts, model: ModelConfig, mode: str) -> None:
-    """Raise ConfigError for a server whose samples would be others than the configuration's."""
-    if found.logprobs_mode != mode:
-        raise ConfigError(
-            f"{url}: its --logprobs-mode is {found.logprobs_mode}, and {mode} is what "
-            "rollout.sampler and rollout.temperature need; start it by python -m "
-            f"siirl_dask.rollout.server_engine.serve MODEL, or with --logprobs-mode {mode} and "
-            "rollout.sampler=vllm"
-        )
-    if found.generation_config != "vllm":
-        raise ConfigError(
-            f"{url}: its --generation-config is {found.generation_config}, by which samples follow "
-            "settings of the model's folder; start it with --generation-config vllm"
-        )
-    if model.dtype is not Dtype.auto and found.dtype != model.dtype:
-        raise ConfigError(
-            f"{url}: it computes in {found.dtype}, and model.dtype is {model.dtype}; start it with "
-            f"--dtype {model.dtype}, or give model.dtype={found.dtype}"
-        )
-    cure = f"start it with --max-model-len {model.longest_row}"
-    check_engine_length(model, found.longest, f"{url}: --max-model-len", cure)
-    if found.on_cpu and not found.has_extension:
-        raise ConfigError(
-            f"{url}: on a CPU vLLM leaves some weights as they were, without a word; start it with "
-            f"--worker-extension-cls {EXTENSION}, or by python -m siirl_dask.rollout.server_engine.serve"
-        )
+def server_at(
+    url: str, rollout: RolloutConfig, connections: int, progress: Callable[[], None]
+) -> Server:
+    """Return the server at ``url``: one of SGLang where its sampler draws the tokens, else one of
+    vLLM. See ``Server``.
+    """
+    if rollout.sampler is Sampler.sglang:
+        return SglangServer(url, rollout.server, connections, progress)
+    return VllmServer(url, rollout, connections, progress)
 
 
 def _end(loop: asyncio.AbstractEventLoop, servers: Sequence[Server], weights: WeightFolder) -> None:

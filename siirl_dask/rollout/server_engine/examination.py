@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 
 from siirl_dask.config import Config, Engine, ModelConfig, RolloutConfig
 from siirl_dask.errors import ConfigError, SiirlError
-from siirl_dask.rollout.server_engine.connection import Server, ServerFacts
-from siirl_dask.rollout.server_engine.engine import check_server
-from siirl_dask.rollout.vllm_engine.row_parameters import logprobs_mode
+from siirl_dask.rollout.server_engine.engine import server_at
 
 _PATIENCE = 5.0  # seconds for a server's answer; a run waits for rollout.server.patience
 _START = (
-    "start it by python -m siirl_dask.rollout.server_engine.serve MODEL, on an address that this "
-    "machine and the workers reach, or correct rollout.server.urls (docs/engines.md)"
+    "start it as docs/engines.md says, on an address that this machine and the workers reach, or "
+    "correct rollout.server.urls"
 )
 _OTHERS = "start it with other options, or change the key (docs/engines.md)"
 
@@ -61,8 +59,8 @@ def _engines(config: Config) -> Iterator[tuple[ModelConfig, RolloutConfig]]:
 
 
 async def _examine(url: str, model: ModelConfig, rollout: RolloutConfig) -> ExaminedServer:
-    short = replace(rollout.server, timeout=_PATIENCE)
-    server = Server(url, short, 1, lambda: None)
+    short = replace(rollout, server=replace(rollout.server, timeout=_PATIENCE))
+    server = server_at(url, short, 1, lambda: None)
     try:
         found = await server.examine(patiently=False)
     except SiirlError as error:
@@ -70,16 +68,10 @@ async def _examine(url: str, model: ModelConfig, rollout: RolloutConfig) -> Exam
     finally:
         server.close()
     try:
-        check_server(url, found, model, logprobs_mode(rollout))
+        server.check(model)
     except ConfigError as error:
         said, _, cure = str(error).removeprefix(f"{url}: ").rpartition("; ")
-        return ExaminedServer(url, said, cure) if said else ExaminedServer(url, cure, _OTHERS)
-    return ExaminedServer(url, _described(found))
-
-
-def _described(found: ServerFacts) -> str:
-    device = "a CPU" if found.on_cpu else "a device"
-    return (
-        f"it has {found.model}, computes in {found.dtype} on {device}, takes {found.longest:,} "
-        f"tokens and reports {found.logprobs_mode}"
-    )
+        if said:
+            return ExaminedServer(url, said, cure)
+        return ExaminedServer(url, cure, _OTHERS)
+    return ExaminedServer(url, found.description)

@@ -8,6 +8,7 @@ from siirl_dask.config import Sampler
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.models.longest_row import check_frequencies_are_pinned
 from siirl_dask.rollout.engine import RolloutEngine
+from siirl_dask.rollout.sglang_engine.frequencies import check_frequencies_of_sglang
 from siirl_dask.rollout.specs import (
     Abilities,
     EngineInputs,
@@ -22,8 +23,8 @@ _NAME = "server"
 
 
 def _check(role: EngineRole) -> Sequence[str]:
-    """Raise ConfigError for fewer servers than workers, for a model of which vLLM
-    computes something else than the trainer, and for sampling whose log-probs vLLM's own sampler
+    """Raise ConfigError for fewer servers than workers, for a model of which the servers
+    compute something else than the trainer, and for sampling whose log-probs vLLM's own sampler
     does not report.
     """
     urls = role.rollout.server.urls
@@ -34,7 +35,10 @@ def _check(role: EngineRole) -> Sequence[str]:
             "of its own; start more of them, or place the role that generates on fewer workers "
             "(cluster.placement)"
         )
-    check_logprobs_of_vllm(role.model.path, role.longest)
+    if role.rollout.sampler is Sampler.sglang:
+        check_frequencies_of_sglang(role.model)
+    else:
+        check_logprobs_of_vllm(role.model.path, role.longest)
     check_frequencies_are_pinned(role.model)
     if role.rollout.sampler is Sampler.vllm:
         check_samplings(role.rollout, role.config.validation)
@@ -55,7 +59,7 @@ SPEC = EngineSpec(
     name=_NAME,
     build=_build,
     check=_check,
-    abilities=Abilities(samplers=(Sampler.exact, Sampler.vllm), adapters=True),
+    abilities=Abilities(samplers=(Sampler.exact, Sampler.vllm, Sampler.sglang), adapters=True),
     memory=EngineMemory(on_workers=False),
     advised=False,
 )

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 from torch import Tensor
 
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, clause
 
 _PREFIX = "siirl-weights-"
 
@@ -39,7 +39,7 @@ class WeightFolder:
             _remove_abandoned(Path(shared))
         except OSError as error:
             raise ConfigError(
-                f"rollout.server.weights_folder={shared!r}: {error}; expected a folder that this "
+                f"rollout.server.weights_folder={shared!r}: {clause(error)}; expected a folder that this "
                 "worker may write and the servers may read"
             ) from error
 

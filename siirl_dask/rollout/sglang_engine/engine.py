@@ -16,7 +16,7 @@ from torch import Tensor
 from siirl_dask.config import ModelConfig, RolloutConfig
 from siirl_dask.context import Device, DeviceKind, HoldsNoGroups
 from siirl_dask.devices import accelerator
-from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.errors import ConfigError, RunError, clause
 from siirl_dask.rollout.base_weights import BaseWeights, MergesAdapters
 from siirl_dask.rollout.concurrent_requests import serve_concurrently
 from siirl_dask.rollout.engine import (
@@ -77,7 +77,10 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
         self.version = 0
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
     ) -> list[Generation]:
         """Return one response per prompt, in order.
 
@@ -167,7 +170,9 @@ def _by_layer(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str,
 
     def layer(weight: tuple[str, Tensor]) -> str:
         found = _LAYER.match(weight[0])
-        return found.group() if found else weight[0]
+        if found:
+            return found.group()
+        return weight[0]
 
     for _, group in groupby(weights, layer):
         # SGLang's pickle moves a tensor of the host into shared memory, and the sender's must stay
@@ -192,6 +197,6 @@ def _start(model: ModelConfig, rollout: RolloutConfig, device: Device) -> tuple[
     except Exception as error:  # SGLang raises anything from TypeError to RuntimeError
         raise ConfigError(
             f"model.path={model.path!r}: SGLang cannot run it with {given_options(rollout)}: "
-            f"{error}; change what does not fit or take another rollout.engine"
+            f"{clause(error)}; change what does not fit or take another rollout.engine"
         ) from error
     return engine, Ending(engine, module)

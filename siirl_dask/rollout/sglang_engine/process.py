@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from typing import Any
 
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, clause
 
 WRITTEN_FOR = "0.5.23"
 """Release of SGLang whose source the engine is written against."""
@@ -55,7 +55,7 @@ def load_sglang() -> tuple[Any, Any]:
         arguments = importlib.import_module("sglang.srt.server_args")
     except (ImportError, OSError) as error:
         raise ConfigError(
-            f"rollout.engine=sglang: SGLang cannot be imported: {error}; install it as "
+            f"rollout.engine=sglang: SGLang cannot be imported: {clause(error)}; install it as "
             "docs/engines.md#sglang says, or take another rollout.engine"
         ) from error
     finally:

@@ -38,12 +38,12 @@ def sampling_params(request: GenerationRequest, end_tokens: Collection[int]) -> 
 def _check(sampling: Sampling) -> None:
     if sampling.min_p > 0:
         raise ConfigError(
-            f"rollout.engine=sglang: a request asks for min_p={sampling.min_p}, which SGLang's "
+            f"rollout.sampler=sglang: a request asks for min_p={sampling.min_p}, which SGLang's "
             "sampler does not take together with seeds; leave it at 0, or take another engine"
         )
     if sampling.top_k == 1 and sampling.temperature not in (0, 1):
         raise ConfigError(
-            "rollout.engine=sglang: a request asks for top_k=1 and "
+            "rollout.sampler=sglang: a request asks for top_k=1 and "
             f"temperature={sampling.temperature}, where SGLang "
             "tells log-probs of temperature 1; give temperature 0 or 1, or another top_k"
         )

@@ -31,7 +31,10 @@ _SIZES = ("dp_size", "ep_size", "nnodes", "node_rank", "pp_size")
 
 
 def server_arguments(
-    model: ModelConfig, rollout: RolloutConfig, device: Device, deterministic: Collection[str]
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    device: Device,
+    deterministic: Collection[str],
 ) -> dict[str, Any]:
     """Return all arguments of ``sglang.Engine``. ConfigError for ``engine_kwargs`` that are set
     here or not taken.
@@ -91,7 +94,11 @@ def _check_own(given: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
 
 
 def _attention(
-    dtype: Dtype, own: SglangConfig, deterministic: Collection[str], *, on_cpu: bool
+    dtype: Dtype,
+    own: SglangConfig,
+    deterministic: Collection[str],
+    *,
+    on_cpu: bool,
 ) -> str | None:
     """Return the kernels of attention; None for SGLang's choice. ConfigError where none that it has
     are deterministic.

@@ -82,7 +82,11 @@ class KeyValueCache:
         self._lengths = self._lengths[rows]
 
     def continued(
-        self, graphs: DecodeGraphs, prompts: Tensor, logits: Tensor, longest: int
+        self,
+        graphs: DecodeGraphs,
+        prompts: Tensor,
+        logits: Tensor,
+        longest: int,
     ) -> GraphDecoder:
         """Move all keys and values to a cache of fixed shape with room for ``longest`` tokens more;
         none are left.
@@ -100,7 +104,8 @@ class KeyValueCache:
         lets them see.
         """
         end = self.columns + query.shape[2]
-        window = None if window is None or window >= end else window
+        if window is not None and window >= end:
+            window = None
         if window not in self._masks:
             self._masks[window] = None
             if self._uneven or window is not None or (self.columns > 0 and query.shape[2] > 1):
@@ -150,7 +155,9 @@ def cached_attention(
     NotImplementedError for attention with a position bias or a mask of its own.
     """
     if position_bias is not None or attention_mask is not None:
-        what = "a position bias" if position_bias is not None else "a mask of its own"
+        what = "a mask of its own"
+        if position_bias is not None:
+            what = "a position bias"
         raise NotImplementedError(
             f"cached attention supports no {what}, which {type(module).__name__} has"
         )
@@ -162,7 +169,13 @@ def cached_attention(
         if mask is None:
             mask = _causal_mask(query)
         attended = attend_by_scores(
-            query, key, value, mask, scaling=scaling, softcap=softcap, sinks=s_aux
+            query,
+            key,
+            value,
+            mask,
+            scaling=scaling,
+            softcap=softcap,
+            sinks=s_aux,
         )
         return attended, None
     if count == 1:  # the heads that share keys are queries of one head: their keys are read once

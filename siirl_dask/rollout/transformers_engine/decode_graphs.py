@@ -203,7 +203,10 @@ class DecodeGraphs:
         self._addresses: list[int] = []
 
     def begin(
-        self, layers: dict[nn.Module, tuple[Tensor, Tensor]], rows: GraphRows, columns: int
+        self,
+        layers: dict[nn.Module, tuple[Tensor, Tensor]],
+        rows: GraphRows,
+        columns: int,
     ) -> GraphDecoder:
         """Go on with rows whose prompts were computed, to as many ``columns``. [P, H, C, D].
 
@@ -239,7 +242,10 @@ class DecodeGraphs:
         return GraphDecoder(self, inputs, count, filled)
 
     def _has_room(
-        self, layers: Mapping[nn.Module, tuple[Tensor, Tensor]], rows: int, columns: int
+        self,
+        layers: Mapping[nn.Module, tuple[Tensor, Tensor]],
+        rows: int,
+        columns: int,
     ) -> bool:
         if self._inputs is None or layers.keys() != self._memory.keys():
             return False

@@ -109,7 +109,11 @@ class Decoder:
         return self._states is not None
 
     def continued(
-        self, graphs: DecodeGraphs, of_prompt: Sequence[int], logits: Tensor, longest: int
+        self,
+        graphs: DecodeGraphs,
+        of_prompt: Sequence[int],
+        logits: Tensor,
+        longest: int,
     ) -> GraphDecoder:
         """Return what goes on by captured steps, with up to ``longest`` tokens a row; this decoder
         is used up.
@@ -263,7 +267,9 @@ def attention_of_text(model: PreTrainedModel, attention: str | None) -> Any:
     config = model.config
     text = config.get_text_config()
     if text is config:
-        return attention if attention else config._attn_implementation
+        if attention:
+            return attention
+        return config._attn_implementation
     parts = {name: getattr(config, name) for name in config.sub_configs}
     return {
         name: attention if attention and part is text else part._attn_implementation

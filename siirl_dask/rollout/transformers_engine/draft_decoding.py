@@ -117,7 +117,10 @@ def decode_with_drafts(
 
 
 def _pass(
-    model: PreTrainedModel, cache: DraftCache, rows: Sequence[_SampledRow], pad_token: int
+    model: PreTrainedModel,
+    cache: DraftCache,
+    rows: Sequence[_SampledRow],
+    pad_token: int,
 ) -> Tensor:
     """Compute the logits after each row's last token and each token of its draft, of the rows that
     have not ended. [n, V] float32.

@@ -13,14 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.context import ArrivingWeights, HoldsNoGroups
 from siirl_dask.devices import accelerator
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.images.processor import ImageProcessor
-from siirl_dask.models.loading import load_pretrained, model_class, refused_by_name
+from siirl_dask.models.loading import load_pretrained, model_class
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.routing import Routing
 from siirl_dask.rollout.base_weights import BaseWeights, MergesAdapters
@@ -40,7 +40,7 @@ from siirl_dask.rollout.engine import (
 from siirl_dask.rollout.image_prompts import PromptImageReader
 from siirl_dask.rollout.specs import alternatives
 from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
-from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
+from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from siirl_dask.rollout.transformers_engine.decode_graphs import decode_graphs
 from siirl_dask.rollout.transformers_engine.decoding import decode, use_decoding
 from siirl_dask.rollout.transformers_engine.draft_decoding import ChooseAt, decode_with_drafts
@@ -114,7 +114,10 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         self.version = 0
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
     ) -> list[Generation]:
         """Return one response per prompt, in order. ValueError for a prompt without tokens."""
         return serve_all(self, prompts, seeds, sampling)
@@ -324,18 +327,25 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         )
 
     def _cut(
-        self, tokens: list[int], logprobs: list[float], limit: int, ends: frozenset[int]
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        limit: int,
+        ends: frozenset[int],
     ) -> Generation:
         """Cut a row after its end token or at its limit. RunError for a log-probability that is
         not finite.
         """
         end = next((at for at, token in enumerate(tokens[:limit]) if token in ends), None)
-        length = min(len(tokens), limit) if end is None else end + 1
+        length = min(len(tokens), limit)
+        reason = FinishReason.LENGTH
+        if end is not None:
+            length = end + 1
+            reason = FinishReason.STOP
         if not all(logprob > -torch.inf for logprob in logprobs[:length]):
             raise RunError(
                 f"the model gives logits that are not finite (weights of version {self.version})"
             )
-        reason = FinishReason.LENGTH if end is None else FinishReason.STOP
         return Generation(tokens[:length], logprobs[:length], reason)
 
 
@@ -352,15 +362,11 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
     dtype = torch_dtype(model.dtype, torch.device(device))
     kind = model_class(model.path, key)
     network = load_pretrained(kind, model.path, dtype, key, longest_row=model.longest_row)
-    with refused_by_name(model.path, key):
-        tokenizer = AutoTokenizer.from_pretrained(
-            model.path, local_files_only=True, trust_remote_code=False
-        )
+    tokenizer = load_tokenizer(model.path, key, network.generation_config)
     network.to(device).eval()  # type: ignore[arg-type]  # a decorator hides its type
     if model.float32_head:
         _compute_head_in_float32(network)
-    own = HuggingFaceTokenizer(tokenizer, model.path, generation=network.generation_config)
-    return network, own.with_options(model)
+    return network, tokenizer.with_options(model)
 
 
 def _compute_head_in_float32(model: PreTrainedModel) -> None:

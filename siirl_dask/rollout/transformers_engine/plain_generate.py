@@ -73,7 +73,12 @@ def check_generate(model: PreTrainedModel, path: str) -> None:
         return best.indices, best.values
 
     tokens, _ = generate(
-        model, prompts, limits=[2, 2], ends=frozenset(), pad_token=0, choose=likeliest
+        model,
+        prompts,
+        limits=[2, 2],
+        ends=frozenset(),
+        pad_token=0,
+        choose=likeliest,
     )
     found = torch.stack(vocabulary, dim=1)
     plain = []

@@ -40,7 +40,9 @@ def _check(role: EngineRole) -> Sequence[str]:
     check_frequencies_are_pinned(role.model)
     _check_scaled_attention(role.model.path, role.longest)
     note = loop_note(role.model.path)
-    return () if note is None else (note,)
+    if note is None:
+        return ()
+    return (note,)
 
 
 def _check_scaled_attention(path: str, longest: int) -> None:
@@ -103,7 +105,12 @@ SPEC = EngineSpec(
     check=_check,
     installation=Installation(library="transformers", by_auto=True),
     abilities=Abilities(
-        images=True, adapters=True, routes=True, drafts=True, in_flight=True, process=True
+        images=True,
+        adapters=True,
+        routes=True,
+        drafts=True,
+        in_flight=True,
+        process=True,
     ),
     memory=EngineMemory(footprint=_footprint, changes=_changes),
 )

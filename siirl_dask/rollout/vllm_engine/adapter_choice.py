@@ -12,7 +12,11 @@ MOST = _RANKS[-1]
 
 
 def takes_layers(
-    dtype: Dtype, rollout: RolloutConfig, lora: LoraConfig | None, *, on_cpu: bool
+    dtype: Dtype,
+    rollout: RolloutConfig,
+    lora: LoraConfig | None,
+    *,
+    on_cpu: bool,
 ) -> bool:
     """Return whether vLLM has layers for the adapters.
 

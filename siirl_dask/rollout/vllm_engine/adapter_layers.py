@@ -78,7 +78,10 @@ def layer_arguments(lora: LoraConfig, agents: int = 1) -> dict[str, Any]:
 
 
 def put_adapters(
-    model: nn.Module, adapters: Mapping[str, Adapter], scaling: float, number: int = 1
+    model: nn.Module,
+    adapters: Mapping[str, Adapter],
+    scaling: float,
+    number: int = 1,
 ) -> None:
     """Replace set ``number`` of the adapters of a model inside vLLM. ConfigError for layers that
     vLLM has none for.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -20,7 +20,7 @@ from torch import Tensor
 from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig
 from siirl_dask.context import ArrivingWeights, Device, DeviceKind, HoldsNoGroups, Rank
 from siirl_dask.devices import traits_of
-from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.errors import ConfigError, PeerError, RunError, is_of_collective
 from siirl_dask.images.processor import ImageProcessor
 from siirl_dask.models.routing import needed_routing
 from siirl_dask.rollout.base_weights import Adapters, BaseWeights, MergesAdapters
@@ -38,7 +38,10 @@ from siirl_dask.rollout.request_room import check_room
 from siirl_dask.rollout.vllm_engine import process as vllm_process
 from siirl_dask.rollout.vllm_engine.other_logprobs import check_logprobs_of_vllm
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks, EngineWorld
-from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue
+from siirl_dask.rollout.vllm_engine.tensor_parallel import (
+    TensorParallelQueue,
+    TensorParallelWeights,
+)
 from siirl_dask.rollout.weight_loading import Replacement
 
 vllm_process.prepare()
@@ -170,7 +173,10 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self.version = 0
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
     ) -> list[Generation]:
         """Return one response per prompt, in order.
 
@@ -185,15 +191,15 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
 
     def serve_in_flight(self, queue: RequestQueue, weights: ArrivingWeights) -> None:
         """Generate until the queue is empty, and load weights that arrive between two steps: rows
-        under way are preempted, and vLLM computes their keys and values again.
+        under way are preempted, and vLLM computes their keys and values again. Ranks load once
+        weights have arrived at all of them.
         """
-        assert self._ranks.size == 1, "ranks load weights at the same step: refused before a start"
         self._serve(queue, weights)
 
     def _serve(self, queue: RequestQueue, weights: ArrivingWeights | None) -> None:
         self._sleep.end()
         if self._ranks.size > 1:
-            queue = TensorParallelQueue(
+            shared = TensorParallelQueue(
                 queue,
                 self._ranks.gather,
                 rank=self._ranks.rank,
@@ -201,6 +207,9 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
                 version=self.version,
                 waiting=self._waiting,
             )
+            queue = shared
+            if weights is not None:
+                weights = TensorParallelWeights(weights, shared.gather, lambda: self.version)
         engine = self._llm.llm_engine
         running: dict[str, _Running] = {}
         try:
@@ -305,7 +314,11 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
             gc.collect()  # an engine and its parts know each other
 
     def _start(
-        self, model: ModelConfig, settings: Mapping[str, Any], options: str, kind: DeviceKind
+        self,
+        model: ModelConfig,
+        settings: Mapping[str, Any],
+        options: str,
+        kind: DeviceKind,
     ) -> LLM:
         """Build vLLM in a world of process groups of its own. ConfigError, naming ``options``,
         when it cannot run.
@@ -325,12 +338,28 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
             self._ranks.join(traits_of(kind).backend)  # a platform of vLLM's may not say its own
         try:
             with self._world.entered(), vllm_process.untouched(self._ranks.host), self._eager():
-                return _build(model.path, settings)
+                return _build(model.path, settings, self._note_failure)
         except Exception as error:  # vLLM raises anything from ValueError to AssertionError
+            reason = self._ranks.failure_elsewhere()
+            if reason is None:
+                reason = _innermost(error)
+                if self._ranks.size > 1 and is_of_collective(_first_cause(error)):
+                    raise PeerError(
+                        f"vLLM could not start: a collective of its {self._ranks.size} ranks "
+                        f"failed: {reason}"
+                    ) from error
             raise ConfigError(
-                f"model.path={model.path!r}: vLLM cannot run it with {options}: "
-                f"{_innermost(error)}; change what does not fit or take rollout.engine=transformers"
+                f"model.path={model.path!r}: vLLM cannot run it with {options}: {reason}; change "
+                "what does not fit or take rollout.engine=transformers"
             ) from error
+
+    def _note_failure(self, error: Exception) -> None:
+        """Tell the other ranks why this one cannot start, unless that is what happened to another:
+        the reason there is the one to know.
+        """
+        if is_of_collective(_first_cause(error)) or self._ranks.failure_elsewhere() is not None:
+            return
+        self._ranks.note_failure(_innermost(error))
 
     def _eager(self) -> Any:
         """Switch torch.compile off on a CPU, where it would spend 23 seconds in a C++ compiler."""
@@ -373,14 +402,15 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         return Generation(tokens, logprobs, reason, routes)
 
 
-def _build(path: str, settings: Mapping[str, Any]) -> LLM:
+def _build(path: str, settings: Mapping[str, Any], note: Callable[[Exception], None]) -> LLM:
     """Build vLLM and generate one token, since some of what it cannot do shows only then. A
-    failure cleans up.
+    failure is noted, and cleans up, which ends the connections to other ranks.
     """
     with SeparateClasses() as classes:
         try:
             llm = LLM(model=path, **settings)
-        except Exception:
+        except Exception as error:
+            note(error)
             cleanup_dist_env_and_memory()
             raise
         llm.apply_model(classes.separate)
@@ -389,7 +419,8 @@ def _build(path: str, settings: Mapping[str, Any]) -> LLM:
         params = request_params(0, Sampling(max_tokens=1), [])
         # on CPUs its kernels for gated delta rules take no prompt of one token
         llm.generate([TokensPrompt(prompt_token_ids=[0, 0])], params, use_tqdm=False)
-    except Exception:
+    except Exception as error:
+        note(error)
         llm.llm_engine.engine_core.shutdown()
         raise
     for group in (get_world_group(), get_tp_group()):
@@ -404,9 +435,15 @@ def _shut_down(llm: LLM, world: EngineWorld, on_cpu: bool) -> None:
         llm.llm_engine.engine_core.shutdown()
 
 
-def _innermost(error: BaseException) -> str:
-    """Return the first line of the first cause, which vLLM wraps in exceptions of its own."""
+def _first_cause(error: BaseException) -> BaseException:
+    """Return the exception that vLLM has wrapped in others of its own."""
     while error.__cause__ is not None:
         error = error.__cause__
+    return error
+
+
+def _innermost(error: BaseException) -> str:
+    """Return the first line of the first cause."""
+    error = _first_cause(error)
     lines = [line for line in str(error).strip().splitlines() if "validation error" not in line]
     return lines[0].strip() if lines else type(error).__name__

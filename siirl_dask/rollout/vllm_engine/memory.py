@@ -20,6 +20,7 @@ from siirl_dask.rollout.memory import (
     GRAPHS_BYTES,
     Change,
     EngineOnWorkers,
+    changed_rollout,
     common_changes,
     rows_of_all_ranks,
     sampler_bytes,
@@ -102,12 +103,14 @@ def footprint(engine: EngineOnWorkers) -> Footprint:
 
 def changes(engine: EngineOnWorkers, workers: int) -> Sequence[Change]:
     """Return settings that need less memory, the mildest first; ``workers`` is the number of the
-    role's workers.
+    role's workers that can form one engine.
     """
     found: list[Change] = []
 
-    def take(setting: str, rollout: RolloutConfig) -> None:
+    def take(setting: str, rollout: RolloutConfig | None) -> None:
         nonlocal engine
+        if rollout is None:  # the configuration refuses it
+            return
         engine = replace(engine, rollout=rollout)
         found.append((f"rollout.{setting}", engine))
 
@@ -116,27 +119,26 @@ def changes(engine: EngineOnWorkers, workers: int) -> Sequence[Change]:
     if not engine.rollout.vllm.sleep_level:
         take("vllm.sleep_level=2", _with(engine.rollout, sleep_level=2))
     fewer = _with(engine.rollout, max_num_batched_tokens=_FEWER_BATCHED)
-    if _workspace(engine) > _workspace(replace(engine, rollout=fewer)):
+    if fewer is not None and _workspace(engine) > _workspace(replace(engine, rollout=fewer)):
         take(f"vllm.max_num_batched_tokens={_FEWER_BATCHED}", fewer)
     for change in common_changes(engine):
         found.append(change)
         engine = change[1]
-    if engine.rollout.process or engine.rollout.in_flight:  # those are engines of one rank
-        return found
     ranks = 2 * engine.rollout.tensor_parallel_size
     while (
         ranks <= _LARGEST_TENSOR_PARALLEL
         and not workers % ranks
         and not engine.architecture.heads % ranks
     ):
-        take(f"tensor_parallel_size={ranks}", replace(engine.rollout, tensor_parallel_size=ranks))
+        changed = changed_rollout(engine.rollout, tensor_parallel_size=ranks)
+        take(f"tensor_parallel_size={ranks}", changed)
         ranks *= 2
     return found
 
 
-def _with(rollout: RolloutConfig, **options: Any) -> RolloutConfig:
-    """Return the configuration with other options of vLLM."""
-    return replace(rollout, vllm=replace(rollout.vllm, **options))
+def _with(rollout: RolloutConfig, **options: Any) -> RolloutConfig | None:
+    """Return the configuration with other options of vLLM; None where it refuses them."""
+    return changed_rollout(rollout, vllm=replace(rollout.vllm, **options))
 
 
 def _adapters(engine: EngineOnWorkers) -> int:

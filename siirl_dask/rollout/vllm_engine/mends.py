@@ -27,7 +27,10 @@ def rotate_heads_on_cpus() -> None:
 
     @wraps(own)
     def rotated(
-        self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
+        self: RotaryEmbedding,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if query.ndim == 2:
             return own(self, positions, query, key)  # type: ignore[no-any-return]

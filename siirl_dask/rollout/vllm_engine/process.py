@@ -39,6 +39,9 @@ def prepare() -> None:
         warnings.filterwarnings(
             "ignore", f".*torch.distributed.{name}` is deprecated", FutureWarning
         )
+    # Linux ends a process that uses the tiles of AMX and has not asked for them. vLLM's attention in
+    # bfloat16 does so on CPUs that have some, unless a large product of torch's has asked before.
+    torch.cpu._init_amx()
     # it warns before it sets its own
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     if any_changed():

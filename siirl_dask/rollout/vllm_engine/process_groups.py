@@ -26,6 +26,7 @@ from siirl_dask.errors import ConfigError, counted
 
 # torch finds groups by name in the whole process: these names differ from the worker's
 _FIRST_NAME = 1_000_000
+_LONGEST_REASON = 2000  # characters of a failure on another rank
 
 
 class EngineRanks:
@@ -71,6 +72,22 @@ class EngineRanks:
             return [message]
         return all_gather_bytes(self._group, message, check)
 
+    def failure_elsewhere(self) -> str | None:
+        """Return why another rank cannot start, as far as one has said so."""
+        for rank in range(self.size):
+            if rank == self.rank or not self._store.check([_failure_of(rank)]):
+                continue
+            said = self._store.get(_failure_of(rank)).decode("utf-8", "replace")
+            return f"rank {rank} of {self.size}: {said[:_LONGEST_REASON]}"
+        return None
+
+    def note_failure(self, reason: str) -> None:
+        """Say why this rank cannot start, before its connections end: others fail of that then."""
+        if self.size > 1:
+            key = _failure_of(self.rank)
+            self._store.set(key, reason.encode("utf-8", "replace").decode())
+            self._store.get(key)  # only now it is certain that the others can see it
+
     def check_devices(self, device: Device) -> None:
         """Raise ConfigError when two ranks share an accelerator, or have slices (MIG) of one, which
         nccl and hccl refuse; all ranks must call.
@@ -92,7 +109,11 @@ class EngineRanks:
         if self.size > 1:
             store = PrefixStore("world", self._store)
             dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout
+                backend,
+                store=store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=self.timeout,
             )
 
 
@@ -139,6 +160,11 @@ class EngineWorld(c10d._World):
             c10d._world = outside
             for group, name in outside.pg_names.items():
                 _register_again(name, group)
+
+
+def _failure_of(rank: int) -> str:
+    """Return the key of a rank's failure in the store."""
+    return f"failure of rank {rank}"
 
 
 def _register_again(name: Any, group: Any) -> None:

@@ -34,7 +34,11 @@ def logprobs_mode(rollout: RolloutConfig) -> str:
 
 
 def row_parameters(
-    seed: int, sampling: Sampling, end_tokens: Sequence[int], begun: int, mode: str
+    seed: int,
+    sampling: Sampling,
+    end_tokens: Sequence[int],
+    begun: int,
+    mode: str,
 ) -> dict[str, Any]:
     """Return arguments of ``vllm.SamplingParams`` for one row, whose prompt ends with ``begun``
     tokens of its response.

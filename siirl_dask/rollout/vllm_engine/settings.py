@@ -10,6 +10,7 @@ from math import floor
 from typing import Any
 
 from vllm import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
 from siirl_dask.config import (
@@ -107,10 +108,14 @@ def llm_arguments(
     # A picture of the largest size goes through the tower for it, and on a CPU no memory is
     # measured.
     longest = engine_length(model)
-    defaults = {
+    defaults: dict[str, Any] = {
         "max_model_len": _LONGEST_THAT_FITS if longest is None else longest,
         "skip_mm_profiling": on_cpu,
     }
+    if on_cpu:
+        # of latent attention, where it would take one for AMX, which takes no float32; of any other
+        # it takes what it has
+        defaults["attention_backend"] = AttentionBackendEnum.CPU_MLA
     return {
         **defaults,
         **layers,

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from siirl_dask.config import ModelConfig, RolloutConfig, Sampler
-from siirl_dask.errors import ConfigError
-from siirl_dask.models.shapes import read_widths
+from siirl_dask.errors import ConfigError, clause
+from siirl_dask.models.shapes import check_no_pattern, read_widths
 from siirl_dask.rollout.engine import RolloutEngine
 from siirl_dask.rollout.specs import (
     Abilities,
@@ -50,6 +50,7 @@ def _check(role: EngineRole) -> Sequence[str]:
     does not report.
     """
     rollout = role.rollout
+    check_no_pattern(role.model.path, "vLLM")
     length = rollout.vllm.engine_kwargs.get("max_model_len")
     if isinstance(length, int) and length > 0:
         check_engine_length(role.model, length)
@@ -96,7 +97,7 @@ def _build(inputs: EngineInputs) -> RolloutEngine:
     except (ImportError, OSError) as error:
         raise ConfigError(
             f"rollout.engine={inputs.rollout.engine}: vLLM is installed and cannot be imported: "
-            f"{error}; install it "
+            f"{clause(error)}; install it "
             "anew, as docs/engines.md says, or take rollout.engine=transformers"
         ) from error
     return VllmEngine(

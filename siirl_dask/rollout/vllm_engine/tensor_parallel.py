@@ -6,6 +6,9 @@ and all ranks go through the same batches together. Rows stay where the plan put
 engine has room the ranks exchange the requests that each of them has by then, which are small, and
 all begin the union in the same order. So a rank may have requests that depend on earlier results,
 such as the next turn of an episode.
+
+New weights arrive at each worker at a time of its own. Ranks that load them while they generate
+exchange before each step whether theirs are there, and all load between the same two steps.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 
 import msgpack
 
+from siirl_dask.context import ArrivingWeights
 from siirl_dask.errors import PeerError
 from siirl_dask.rollout.engine import Generation, GenerationRequest, RequestQueue
 from siirl_dask.rollout.requests import RequestMessage
@@ -90,6 +94,22 @@ class TensorParallelQueue:
         """Return whether no rank will have more requests."""
         return all(self._ended)
 
+    def gather(self, message: bytes) -> Sequence[bytes]:
+        """Return the messages of all ranks, which must all call. A wait that is long enough to be
+        checked counts as waiting for them.
+        """
+        with ExitStack() as stack:
+            waits = False
+
+            def check() -> None:
+                nonlocal waits
+                self._queue.ended()
+                if not waits:
+                    stack.enter_context(self._waiting())
+                    waits = True
+
+            return self._gather(message, check)
+
     def _exchange(self, limit: int) -> list[tuple[Ticket, GenerationRequest]]:
         """Return the requests that all ranks have by now, the first of each rank, then the second:
         each worker has put its costliest requests first.
@@ -101,7 +121,7 @@ class TensorParallelQueue:
         shares = self._shares(limit)
         own = self._queue.next(shares[self._rank], wait=False)
         ended = self._queue.ended()
-        messages = self._gathered(self._packed([request for _, request in own], ended=ended))
+        messages = self.gather(self._packed([request for _, request in own], ended=ended))
         self._ended[self._rank] = ended
         placed: list[tuple[int, int, Ticket, GenerationRequest]] = []
         for owner, message in enumerate(messages):
@@ -129,34 +149,13 @@ class TensorParallelQueue:
         packed: bytes = msgpack.packb([ended, [*map(self._own_message.pack, requests)]])
         return packed
 
-    def _gathered(self, message: bytes) -> Sequence[bytes]:
-        """Return the messages of all ranks. A wait that is long enough to be checked counts as
-        waiting for them.
-        """
-        with ExitStack() as stack:
-            waits = False
-
-            def check() -> None:
-                nonlocal waits
-                self._queue.ended()
-                if not waits:
-                    stack.enter_context(self._waiting())
-                    waits = True
-
-            return self._gather(message, check)
-
     def _read(self, owner: int, message: bytes, most: int) -> list[GenerationRequest]:
         """Return the requests in a rank's message. PeerError for anything else, and for more than
         ``most``.
         """
         if not message:
             return []
-        try:
-            value = msgpack.unpackb(message)
-        except (ValueError, msgpack.exceptions.UnpackException) as error:
-            raise PeerError(
-                f"received {message[:40]!r}, which are no generation requests: {error}"
-            ) from error
+        value = _unpacked(message)
         match value:
             case [bool(ended), list(requests)] if len(requests) <= most:
                 self._ended[owner] = ended
@@ -165,3 +164,62 @@ class TensorParallelQueue:
             f"received {str(value)[:80]!r}: expected at most {most} generation requests, and "
             "whether they are the last"
         )
+
+
+class TensorParallelWeights:
+    """ArrivingWeights of a rank of an engine, which have arrived once they are on all ranks.
+
+    Each rank must ask it as often as the others do, between the same steps.
+    """
+
+    def __init__(
+        self,
+        weights: ArrivingWeights,
+        gather: Callable[[bytes], Sequence[bytes]],
+        version: Callable[[], int],
+    ) -> None:
+        """``weights`` are those of this rank's worker; ``gather(message)`` returns the messages of
+        all ranks; ``version()`` is the version of the weights that this rank computes with.
+        """
+        self._weights = weights
+        self._gather = gather
+        self._version = version
+
+    def arrived(self) -> bool:
+        """Return whether weights have arrived at all ranks. PeerError when ranks have different
+        weights by now, or one sends something else.
+        """
+        own = self._version()
+        message = b""  # nothing is sent between two arrivals
+        if self._weights.arrived():
+            message = msgpack.packb(own)
+        messages = self._gather(message)
+        for rank, other in enumerate(messages):
+            if other and _read_version(other) != own:
+                raise PeerError(
+                    f"rank {rank} of the engine computes with weights of version "
+                    f"{_read_version(other)}: those here are {own}"
+                )
+        return all(messages)
+
+    def load(self) -> None:
+        """Load them into this rank."""
+        self._weights.load()
+
+
+def _read_version(message: bytes) -> int:
+    """Return the version in a rank's message. PeerError for anything else."""
+    version = _unpacked(message)
+    if not isinstance(version, int):
+        raise PeerError(f"received {message[:40]!r}, which is no version of weights")
+    return version
+
+
+def _unpacked(message: bytes) -> Any:
+    """Return what a rank has packed. PeerError for what is not packed."""
+    try:
+        return msgpack.unpackb(message)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise PeerError(
+            f"received {message[:40]!r}, which are no generation requests and no version: {error}"
+        ) from error

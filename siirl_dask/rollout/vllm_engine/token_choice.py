@@ -31,7 +31,11 @@ from siirl_dask.rollout.vllm_engine.row_parameters import EXACT, ROW, row_parame
 
 
 def request_params(
-    seed: int, sampling: Sampling, end_tokens: list[int], begun: int = 0, mode: str = EXACT
+    seed: int,
+    sampling: Sampling,
+    end_tokens: list[int],
+    begun: int = 0,
+    mode: str = EXACT,
 ) -> SamplingParams:
     """Return vLLM's parameters of one row, whose prompt ends with ``begun`` tokens of its response.
 

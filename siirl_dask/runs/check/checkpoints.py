@@ -149,7 +149,9 @@ def _others(found: set[str], files: Mapping[str, int]) -> Iterator[RunFinding]:
     }
     for name in sorted(names - found):
         recorded = f"{FOLDER}/{name}/{NAME}" in files
-        text = "void, or written again by a later start" if recorded else "it was never committed"
+        text = "it was never committed"
+        if recorded:
+            text = "void, or written again by a later start"
         yield RunFinding(
             f"{FOLDER}/{name}",
             PartState.UNFINISHED,

@@ -63,7 +63,10 @@ def find_due(url: str, files: Mapping[str, int]) -> Due:
                 steps = [
                     step for phase, step in measured if phase is Phase.TEST and step == complete
                 ]
-        folders |= {f"{table}/{step_name(step)}" for step in steps if step > removed.get(table, -1)}
+        last_removed = removed.get(table, -1)
+        for step in steps:
+            if step > last_removed:
+                folders.add(f"{table}/{step_name(step)}")
     return Due(frozenset(folders), _validations(identity, files, last))
 
 
@@ -73,14 +76,17 @@ def _complete_steps(url: str) -> int:
         summary = read_summary(url)
     except FileNotFoundError:
         return 0
-    return summary.steps if summary.status is Status.COMPLETE else 0
+    if summary.status is Status.COMPLETE:
+        return summary.steps
+    return 0
 
 
 def _validations(identity: IdentityFile, files: Mapping[str, int], last: int) -> frozenset[int]:
     """Return the steps up to ``last`` of which rows of a validation are committed."""
     found = set()
     for path in files:
-        if matched := _RECORD.fullmatch(path):
+        matched = _RECORD.fullmatch(path)
+        if matched:
             due = identity.tables.get(matched[1])
             if due is not None and due.phase is Phase.VALIDATION and int(matched[2]) <= last:
                 found.add(int(matched[2]))

@@ -13,7 +13,6 @@ from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt_folder import FOLDER as ATTEMPTS
 from siirl_dask.runs.check.finding import PartState, RunFinding
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, recorded_config
-from siirl_dask.runs.holder import Holder
 from siirl_dask.runs.identity_file import FILE as IDENTITY
 from siirl_dask.runs.identity_file import (
     RETENTION,
@@ -21,6 +20,7 @@ from siirl_dask.runs.identity_file import (
     read_identity_file,
     read_retention,
 )
+from siirl_dask.runs.owner import Owner
 from siirl_dask.runs.reader import Run
 
 _ATTEMPT = re.compile(rf"{ATTEMPTS}/(\d{{4,}})\.json", re.ASCII)
@@ -93,7 +93,8 @@ def _config(url: str, written: FileDigest | None) -> RunFinding:
         return RunFinding(CONFIG_FILE, PartState.DAMAGED, "it is gone", remedy)
     except (ConfigError, UnicodeDecodeError) as error:
         return RunFinding(CONFIG_FILE, PartState.DAMAGED, str(error), remedy)
-    if altered := _altered(data, written):
+    altered = _altered(data, written)
+    if altered:
         return RunFinding(
             CONFIG_FILE, PartState.DAMAGED, altered, "restore it: it does not say what was trained"
         )
@@ -126,12 +127,13 @@ def _attempts(url: str, files: Mapping[str, int]) -> list[RunFinding]:
     findings = []
     numbers = []
     for name in sorted(files):
-        if not (matched := _ATTEMPT.fullmatch(name)):
+        matched = _ATTEMPT.fullmatch(name)
+        if not matched:
             continue
         numbers.append(int(matched[1]))
         fs, path = open_fs(join(url, name))
         try:
-            Holder.from_json(fs.cat_file(path))
+            Owner.from_json(fs.cat_file(path))
         except FileNotFoundError:
             numbers.pop()  # a start that was refused has withdrawn
         except (TypeError, ValueError) as error:
@@ -177,8 +179,11 @@ def _metrics(url: str, files: Mapping[str, int], validations: Collection[int]) -
     if not wrong:
         records = read_metrics(url)
         trained = {record["step"] for record in records if record["phase"] == Phase.TRAIN}
-        if absent := sorted(set(range(1, max([steps, *trained]) + 1)) - trained):
-            shown = ", ".join(map(str, absent[:10])) + (", ..." if len(absent) > 10 else "")
+        absent = sorted(set(range(1, max([steps, *trained]) + 1)) - trained)
+        if absent:
+            shown = ", ".join(map(str, absent[:10]))
+            if len(absent) > 10:
+                shown += ", ..."
             findings.append(
                 RunFinding(
                     _METRICS,
@@ -188,7 +193,8 @@ def _metrics(url: str, files: Mapping[str, int], validations: Collection[int]) -
                 )
             )
         validated = {record["step"] for record in records if record["phase"] == Phase.VALIDATION}
-        if unknown := sorted(set(validations) - validated):
+        unknown = sorted(set(validations) - validated)
+        if unknown:
             text = (
                 "it has no line of the validations after the steps "
                 f"{', '.join(map(str, unknown[:10]))}"

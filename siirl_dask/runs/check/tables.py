@@ -73,7 +73,10 @@ def check_tables(
     for path, names in sorted(by_folder(files).items()):
         if not any(is_numbered(name) or parse_part_name(name) for name in names):
             continue
-        table = path.rpartition("/")[0] if step_of(path.rpartition("/")[2]) is not None else path
+        table = path
+        parent, _, folder_name = path.rpartition("/")
+        if step_of(folder_name) is not None:
+            table = parent
         whole = tables.setdefault(table, [])
         try:
             folder = _folder(fs, root, path, names)
@@ -169,7 +172,11 @@ def _damages(
 
 
 def _damage(
-    fs: AbstractFileSystem, root: str, files: Mapping[str, int], path: str, part: Part
+    fs: AbstractFileSystem,
+    root: str,
+    files: Mapping[str, int],
+    path: str,
+    part: Part,
 ) -> str:
     """Return what is wrong with a part; empty if nothing is."""
     where = at(root, path)
@@ -179,13 +186,12 @@ def _damage(
     if files[path] != part.nbytes:
         return f"{name} has {files[path]} bytes, and {part.nbytes} were written"
     try:
-        if written := _digest(part):
+        written = _digest(part)
+        if written:
             found = digest_file(fs, where).sha256
-            return (
-                ""
-                if found == written
-                else f"{name} has the SHA-256 {found[:16]}..., not {written[:16]}..."
-            )
+            if found == written:
+                return ""
+            return f"{name} has the SHA-256 {found[:16]}..., not {written[:16]}..."
         columns = read_footer(fs, where).schema.names
         for index in range(len(part.groups)):
             read_rows(fs, where, index, columns, part.groups)
@@ -236,12 +242,10 @@ def _remedy(path: str, resumed: int, frontier: str | None) -> str:
     table, _, name = path.rpartition("/")
     step = step_of(name)
     if step is not None and (table == _ALWAYS_AGAIN or step > resumed):
-        anew = (
-            f"takes this step from {frontier}"
-            if frontier
-            else "generates this step and the later ones again"
-        )
-        return (
-            f"a resume goes on after step {resumed}, and {anew}" if resumed else f"a resume {anew}"
-        )
+        anew = "generates this step and the later ones again"
+        if frontier:
+            anew = f"takes this step from {frontier}"
+        if resumed:
+            return f"a resume goes on after step {resumed}, and {anew}"
+        return f"a resume {anew}"
     return "its rows are lost, unless there is a copy; a resume goes on without them"

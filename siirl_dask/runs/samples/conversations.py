@@ -65,10 +65,12 @@ def samples_of(rows: pa.Table, numbers: Sequence[int], decode: Decode | None) ->
     ``segments``, the numbers of both.
     """
     number = np.asarray(numbers)
-    begins = np.flatnonzero(
-        np.concatenate([np.ones(min(1, len(number)), np.bool_), number[1:] != number[:-1]])
-    )
-    ends = np.concatenate([begins[1:], [len(number)]]) if len(number) else begins
+    is_first = np.ones(len(number), np.bool_)
+    is_first[1:] = number[1:] != number[:-1]
+    begins = np.flatnonzero(is_first)
+    ends = begins
+    if len(number):
+        ends = np.concatenate([begins[1:], [len(number)]])
     samples = rows.drop_columns(
         [name for name in _SPOKEN if name in rows.column_names and name not in _KEPT]
     )
@@ -114,7 +116,9 @@ def _turns(rows: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _sum(numbers: pa.ChunkedArray) -> Any:
-    return None if numbers.null_count else pc.sum(numbers).as_py()
+    if numbers.null_count:
+        return None
+    return pc.sum(numbers).as_py()
 
 
 def _set(table: pa.Table, name: str, column: Any) -> pa.Table:

@@ -4,16 +4,17 @@ the partitions of a Dask collection.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from numbers import Integral
 
 import pyarrow as pa
 from siirl_storage import StorageError, join, open_fs, read_footer, read_rows
 
-from siirl_dask.errors import DataError
+from siirl_dask.errors import ConfigError, DataError, SiirlError, counted
 from siirl_dask.runs.absent import hint_if_absent
-from siirl_dask.runs.samples.rollouts import TABLE, saved_steps
+from siirl_dask.runs.samples.rollouts import TABLE, check_name, saved_steps
 from siirl_dask.schema import decoded
 from siirl_dask.tables import decoded_column
 
@@ -108,22 +109,45 @@ def sample_parts(
     """Return the parts of every step that is whole in a table of the run at ``url``, or of those
     of ``steps``, in the order of the steps.
 
-    DataError where there are none, and for storage that cannot be read.
+    DataError where there are none, and for storage that cannot be read; ConfigError for ``steps``
+    that are no steps.
     """
+    wanted = None
+    if steps is not None:
+        wanted = _numbers(steps)
+    check_name(table)
     try:
         fs, root = open_fs(join(url, table))
         whole = saved_steps(fs, root).whole
     except StorageError as error:
         raise DataError(str(error)) from error
-    found = [
-        SamplePart(join(url, table, part), step)
-        for step, parts in whole.items()
-        if steps is None or step in steps
-        for part in parts
-    ]
+    except SiirlError:
+        raise
+    except Exception as error:  # each store has errors of its own: no credentials, no connection
+        raise DataError(f"{url!r} cannot be read: {type(error).__name__}: {error}") from error
+    found = []
+    for step, parts in whole.items():
+        if wanted is None or step in wanted:
+            for part in parts:
+                found.append(SamplePart(join(url, table, part), step))
+    if not found and whole:
+        there = f"{min(whole)} to {max(whole)}"
+        raise DataError(
+            f"no step of steps={steps!r:.100} is whole in the table {table!r} of {url!r}: it has "
+            f"{counted(len(whole), 'step')}, from {there}"
+        )
     if not found:
         raise DataError(
             f"{url!r} has no whole step in the table {table!r} yet: expected the folder of a run "
             f"that has finished a step{hint_if_absent(url)}"
         )
     return found
+
+
+def _numbers(steps: object) -> set[int]:
+    """Return the steps that a caller asks for, of any collection of whole numbers."""
+    if isinstance(steps, Iterable) and not isinstance(steps, str | bytes):
+        numbers = [*steps]
+        if all(isinstance(number, Integral) for number in numbers):
+            return {int(number) for number in numbers}
+    raise ConfigError(f"steps={steps!r:.100}: expected a list of steps, as in steps=[1, 2]")

@@ -71,7 +71,8 @@ def length(rollouts: Rollouts) -> str:
 
 def check(rollouts: Rollouts, *names: str) -> None:
     """Raise DataError for a column that the saved table lacks."""
-    if missing := [name for name in names if name not in rollouts.schema.names]:
+    missing = [name for name in names if name not in rollouts.schema.names]
+    if missing:
         raise DataError(
             f"the table {rollouts.name!r} has no column {missing[0]!r}: no node of the run's DAG "
             f"wrote it before the table was saved (it has: {', '.join(rollouts.schema.names)})"

@@ -50,7 +50,12 @@ class StoredPromptImages:
     """
 
     def __init__(
-        self, url: str, table: str = TABLE, *, thumbnails: bool, most: int | None = None
+        self,
+        url: str,
+        table: str = TABLE,
+        *,
+        thumbnails: bool,
+        most: int | None = None,
     ) -> None:
         self._url = url
         self._table = table
@@ -58,7 +63,9 @@ class StoredPromptImages:
         self._datasets: dict[str, _Dataset | str] = {}
         self._rows: dict[tuple[str, int, int], list[Picture]] = {}
         if not most:
-            most = _SHOWN if thumbnails else _TOLD
+            most = _TOLD
+            if thumbnails:
+                most = _SHOWN
         self._most = most
         self._room = most
         self._seconds: float | None = None  # left for all fetches together
@@ -77,7 +84,9 @@ class StoredPromptImages:
 
     def of(self, sample: Mapping[str, Any]) -> Sequence[Picture]:
         """Return the images of a sample's prompt, by what it has of the columns ``ORIGIN``."""
-        return [] if self._config is None else self._of(self._config, sample)
+        if self._config is None:
+            return []
+        return self._of(self._config, sample)
 
     def _of(self, config: Config, sample: Mapping[str, Any]) -> list[Picture]:
         url = _dataset_url(config, self._table, sample.get(SOURCE_NAME))
@@ -102,7 +111,9 @@ class StoredPromptImages:
         shown = [
             self._picture(config, number, image) for number, image in enumerate(images[:most], 1)
         ]
-        bound = "images.most" if most == config.images.most else f"{most} are shown"
+        bound = "images.most"
+        if most != config.images.most:
+            bound = f"{most} are shown"
         return shown + [_problem(f"{len(images) - most} more images are left out ({bound})")] * (
             len(images) > most
         )
@@ -173,7 +184,9 @@ class _Dataset:
         """
         url = self._source.url
         parts = self._snapshot.parts
-        path = parts[part].path if 0 <= part < len(parts) else None
+        path = None
+        if 0 <= part < len(parts):
+            path = parts[part].path
         first = 0
         for group in self._snapshot.row_groups():
             if group.part != path:
@@ -202,10 +215,14 @@ def _config_of(url: str) -> Config | None:
     that can be read.
     """
     try:
-        config = Run(url).config if is_run(url) else None
+        config = None
+        if is_run(url):
+            config = Run(url).config
     except SiirlError:
         return None
-    return config if config is not None and config.images.column is not None else None
+    if config is not None and config.images.column is not None:
+        return config
+    return None
 
 
 def _dataset_url(config: Config, table: str, source_name: object) -> str | None:
@@ -215,7 +232,9 @@ def _dataset_url(config: Config, table: str, source_name: object) -> str | None:
     if not config.data.sources:
         return config.data.url
     given = config.data.sources.get(str(source_name))
-    return given.url if given else None
+    if given:
+        return given.url
+    return None
 
 
 def _problem(words: str) -> Picture:

@@ -14,7 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from siirl_dask.errors import DataError
-from siirl_dask.runs.samples.chosen import (
+from siirl_dask.runs.samples.last_message import with_last_messages
+from siirl_dask.runs.samples.per_sample import RESPONSE_TOKENS, check, length, per_sample
+from siirl_dask.runs.samples.rollouts import Rollouts, quoted
+from siirl_dask.runs.samples.selection import (
     asked,
     best,
     failed,
@@ -25,9 +28,6 @@ from siirl_dask.runs.samples.chosen import (
     there,
     worst,
 )
-from siirl_dask.runs.samples.last_message import with_last_messages
-from siirl_dask.runs.samples.per_sample import RESPONSE_TOKENS, check, length, per_sample
-from siirl_dask.runs.samples.rollouts import Rollouts, quoted
 from siirl_dask.runs.samples.utterances import FAILED
 from siirl_dask.schema import (
     AGENT,
@@ -127,7 +127,9 @@ def zero_variance(rollouts: Rollouts) -> pa.Table:
     count.
     """
     check(rollouts, REWARD, GROUP_ID)
-    agent = {AGENT: AGENT} if {EPISODE_ID, AGENT} <= {*rollouts.schema.names} else {}
+    agent = {}
+    if {EPISODE_ID, AGENT} <= {*rollouts.schema.names}:
+        agent = {AGENT: AGENT}
     group = ", ".join([GROUP_ID, *agent])
     return rollouts.table(
         "SELECT step, count(*) AS groups, count(*) FILTER (low = high) AS equal, "
@@ -146,7 +148,10 @@ def lengths(rollouts: Rollouts) -> pa.Table:
     """
     check(rollouts, REWARD, FINISH_REASON)
     counted = per_sample(
-        rollouts, response_tokens=length(rollouts), reward=REWARD, finish_reason=FINISH_REASON
+        rollouts,
+        response_tokens=length(rollouts),
+        reward=REWARD,
+        finish_reason=FINISH_REASON,
     )
     counts = rollouts.table(
         f"SELECT {RESPONSE_TOKENS} AS length, count(*) AS samples, sum(reward) AS total, "
@@ -168,8 +173,12 @@ def lengths(rollouts: Rollouts) -> pa.Table:
         row = found.get(number, {"samples_sum": 0, "cut_sum": 0, "total_sum": 0, "rewards_sum": 0})
         samples = int(row["samples_sum"])
         rewards = int(row["rewards_sum"])
-        truncated = int(row["cut_sum"]) / samples if samples else None
-        reward = float(row["total_sum"]) / rewards if rewards else None
+        truncated = None
+        if samples:
+            truncated = int(row["cut_sum"]) / samples
+        reward = None
+        if rewards:
+            reward = float(row["total_sum"]) / rewards
         first = least + number * width
         rows.append(
             {
@@ -193,8 +202,10 @@ def diff(rollouts: Rollouts, then: int, now: int, *, full: bool = False) -> pa.T
     no such columns, if their texts are equal. A prompt is the last message of its user, or with
     ``full`` all that the model saw. DataError if the steps share no prompt.
     """
-    if absent := [step for step in (then, now) if step not in rollouts.files]:
-        has = f"it has {len(rollouts.files)}, {min(rollouts.files)} to {max(rollouts.files)}"
+    absent = [step for step in (then, now) if step not in rollouts.files]
+    if absent:
+        steps = rollouts.files
+        has = f"it has {len(steps)}, {min(steps)} to {max(steps)}"
         raise DataError(f"the table {rollouts.name!r} has no step {absent[0]}: {has}")
     check(rollouts, REWARD, ROW_ID, RESPONSE)
     keys = {name: name for name in there(rollouts, (DATA_PART, DATA_ROW))}
@@ -236,4 +247,6 @@ def diff(rollouts: Rollouts, then: int, now: int, *, full: bool = False) -> pa.T
             f"steps {then} and {now} of the table {rollouts.name!r} have no prompt in common; a "
             "validation has the same prompts each time (--table validation)"
         )
-    return changes if full else with_last_messages(changes)
+    if full:
+        return changes
+    return with_last_messages(changes)

@@ -152,7 +152,9 @@ class Rollouts:
         kind = pa.struct(list(self.schema))
         names = path.split(".")
         for name in names:
-            known = [field.name for field in kind] if pa.types.is_struct(kind) else []
+            known = []
+            if pa.types.is_struct(kind):
+                known = [field.name for field in kind]
             if name not in known:
                 hint = did_you_mean(name, known)
                 raise DataError(
@@ -167,17 +169,26 @@ class Rollouts:
         return ".".join(quoted(name) for name in names)
 
 
+def check_name(table: str) -> None:
+    """Raise DataError for what can be no table of a run, such as a path."""
+    if not _NAME.fullmatch(table):
+        raise DataError(f"{table!r} is no table of a run: expected rollouts, validation or test")
+
+
 @contextmanager
 def open_rollouts(
-    url: str, *, table: str = TABLE, steps: range | None = None, incomplete: bool = False
+    url: str,
+    *,
+    table: str = TABLE,
+    steps: range | None = None,
+    incomplete: bool = False,
 ) -> Iterator[Rollouts]:
     """Open the samples of the run at ``url``: those of ``table``, of ``steps`` alone if given.
 
     With ``incomplete`` the rows of steps count that are not whole. DataError if there is no such
     table or step.
     """
-    if not _NAME.fullmatch(table):
-        raise DataError(f"{table!r} is no table of a run: expected rollouts, validation or test")
+    check_name(table)
     try:
         fs, root = open_fs(join(url, table))
         saved = saved_steps(fs, root)
@@ -190,7 +201,9 @@ def open_rollouts(
     taken = dict(sorted({**saved.whole, **(saved.incomplete if incomplete else {})}.items()))
     remark = _remark(saved, incomplete)
     if not taken:
-        what = "rollouts" if table == TABLE else f"table {table!r}"
+        what = "rollouts"
+        if table != TABLE:
+            what = f"table {table!r}"
         expected = "expected the folder of a run that has finished a step"
         hint = f"; {remark}" if remark else hint_if_absent(url)
         raise DataError(f"{url!r} holds no {what}: {expected}{hint}")
@@ -205,7 +218,11 @@ def open_rollouts(
 
 @contextmanager
 def open_newest(
-    url: str, steps: Sequence[int], *, table: str = TABLE, most_bytes: int = 2**26
+    url: str,
+    steps: Sequence[int],
+    *,
+    table: str = TABLE,
+    most_bytes: int = 2**26,
 ) -> Iterator[Rollouts | None]:
     """Open the samples of those of ``steps`` that are whole; None if none is. No other step's
     folder is looked into.
@@ -215,11 +232,11 @@ def open_newest(
     """
     try:
         fs, root = open_fs(join(url, table))
-        sizes = {
-            f"{step_name(step)}/{name}": size
-            for step in steps
-            for name, size in list_files(fs, at(root, step_name(step))).items()
-        }
+        sizes = {}
+        for step in steps:
+            folder = step_name(step)
+            for name, size in list_files(fs, at(root, folder)).items():
+                sizes[f"{folder}/{name}"] = size
         whole = whole_folders(fs, root, sizes)
     except StorageError as error:
         raise DataError(str(error)) from error
@@ -356,7 +373,10 @@ def _step_in_path(paths: Sequence[str]) -> str:
     question about one step looks for them in every path, and slices take half as long as
     expressions.
     """
-    lengths = {(len(path) - path.rindex("/step="), len(path) - path.rindex("/")) for path in paths}
+    lengths = set()
+    for path in paths:
+        folder_and_part = len(path) - path.rindex("/step=")
+        lengths.add((folder_and_part, len(path) - path.rindex("/")))
     if len(lengths) != 1:
         return f"regexp_extract({_PATH}, '{_FOLDER}', 1)"
     [(folder_and_part, part)] = lengths

@@ -11,12 +11,12 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from siirl_dask.runs.samples.chosen import texts
 from siirl_dask.runs.samples.conversations import flattened, spoken_columns
 from siirl_dask.runs.samples.last_message import last_message
 from siirl_dask.runs.samples.per_sample import per_sample
 from siirl_dask.runs.samples.prompt_images import ORIGIN
 from siirl_dask.runs.samples.rollouts import Rollouts, open_newest
+from siirl_dask.runs.samples.selection import texts
 from siirl_dask.runs.samples.utterances import WrittenSpan, spans_of
 from siirl_dask.schema import (
     ADVANTAGE,
@@ -112,7 +112,10 @@ class WholeSample:
 
 
 def newest_samples(
-    url: str, steps: Sequence[int], choice: Choice, most: int = 100
+    url: str,
+    steps: Sequence[int],
+    choice: Choice,
+    most: int = 100,
 ) -> list[SampleRow]:
     """Return at most ``most`` samples of those of the steps that are whole, the newest first or as
     ``choice`` says.
@@ -126,7 +129,9 @@ def newest_samples(
         places = _places(rollouts, choice, most)
         if not places:
             return []
-        turns = [f"len({TURNS}) AS {TURNS}"] if TURNS in rollouts.schema.names else []
+        turns = []
+        if TURNS in rollouts.schema.names:
+            turns = [f"len({TURNS}) AS {TURNS}"]
         read = _rows(rollouts, places, _CELL, turns, full=False)
         return [_in_a_cell(_sample(rows)) for rows in read]
 
@@ -156,7 +161,9 @@ def whole_sample(url: str, step: int, row_id: int) -> WholeSample | None:
         spoken = bool(spoken_columns(rollouts))
     with_turn_counts = []
     for row in rows:
-        counts = {TURNS: len(row[TURNS] or ())} if TURNS in row else {}
+        counts = {}
+        if TURNS in row:
+            counts = {TURNS: len(row[TURNS] or ())}
         with_turn_counts.append({**row, **counts})
     sample = _sample(with_turn_counts)
     ids, sampled, trained = (_values_of(rows, name) for name in _LISTS)
@@ -211,7 +218,9 @@ def _places(rollouts: Rollouts, choice: Choice, most: int) -> list[tuple[int, li
     if choice is Choice.EQUAL:
         if not scored or GROUP_ID not in names:
             return []
-        agent = {AGENT: AGENT} if {EPISODE_ID, AGENT} <= {*names} else {}
+        agent = {}
+        if {EPISODE_ID, AGENT} <= {*names}:
+            agent = {AGENT: AGENT}
         group = ", ".join(["step", GROUP_ID, *agent])
         source = (
             f"(SELECT * FROM {per_sample(rollouts, **needed, group_id=GROUP_ID, **agent)} WINDOW "
@@ -222,11 +231,9 @@ def _places(rollouts: Rollouts, choice: Choice, most: int) -> list[tuple[int, li
     else:
         source = per_sample(rollouts, **needed)
         source += " WHERE reward IS NOT NULL" if choice is not Choice.NEWEST and scored else ""
-        by = (
-            {Choice.BEST: "reward DESC, ", Choice.WORST: "reward, "}.get(choice, "")
-            if scored
-            else ""
-        )
+        by = ""
+        if scored:
+            by = {Choice.BEST: "reward DESC, ", Choice.WORST: "reward, "}.get(choice, "")
         order = f"{by}step DESC, {ROW_ID}"
     found = rollouts.table(f"SELECT step, row_ids FROM {source} ORDER BY {order} LIMIT {int(most)}")
     return list(zip(*found.to_pydict().values(), strict=True))
@@ -298,4 +305,6 @@ def _sum(rows: Sequence[Mapping[str, Any]], name: str) -> Any:
     values = [row.get(name) for row in rows]
     if None in values:
         return None
-    return values[0] if len(values) == 1 else sum(values)
+    if len(values) == 1:
+        return values[0]
+    return sum(values)

@@ -21,12 +21,16 @@ _JOINED = 8  # tokens that may be one character's bytes
 def tokenizer_file(model: str | None) -> str:
     """Return the path of a local model's ``tokenizer.json``; empty without one."""
     path = Path(model or "") / "tokenizer.json"
-    return str(path.absolute()) if model and "://" not in model and path.is_file() else ""
+    if model and "://" not in model and path.is_file():
+        return str(path.absolute())
+    return ""
 
 
 def decoder(path: str) -> Decode | None:
     """Return what turns tokens into text; None where there is no tokenizer at ``path``."""
-    tokenizer = _tokenizer(path) if path else None
+    tokenizer = None
+    if path:
+        tokenizer = _tokenizer(path)
     if tokenizer is None:
         return None
     return lambda ids, special: str(tokenizer.decode(list(ids), skip_special_tokens=not special))
@@ -41,9 +45,10 @@ def pieces(path: str, parts: Sequence[Sequence[int]]) -> list[tuple[str, int]]:
     decode = decoder(path)
     if decode is None:
         return []
-    return [
-        piece for part in parts for piece in token_pieces(part, lambda some: decode(some, True))
-    ]
+    pieces: list[tuple[str, int]] = []
+    for part in parts:
+        pieces.extend(token_pieces(part, lambda some: decode(some, True)))
+    return pieces
 
 
 @lru_cache(maxsize=1)
@@ -52,7 +57,9 @@ def _tokenizer(path: str) -> Tokenizer | None:
     try:
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_file(path) if Path(path).stat().st_size <= _MOST_BYTES else None
+        if Path(path).stat().st_size <= _MOST_BYTES:
+            return Tokenizer.from_file(path)
+        return None
     except Exception:  # it raises plain Exceptions for files that it does not understand
         return None
 

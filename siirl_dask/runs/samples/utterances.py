@@ -111,7 +111,9 @@ def spans_of(
         spans += [WrittenSpan(at, start, False)] if at < start else []
         spans.append(WrittenSpan(start, stop, True, span.reward))
         at = stop
-    return [*spans, WrittenSpan(at, tokens, False)] if at < tokens else spans
+    if at < tokens:
+        return [*spans, WrittenSpan(at, tokens, False)]
+    return spans
 
 
 def _marked(mask: Sequence[bool]) -> Iterator[WrittenSpan]:
@@ -133,7 +135,9 @@ def utterances(rows: Sequence[Mapping[str, Any]], decode: Decode | None) -> list
     utterances: list[Utterance] = []
     turn = 0
     for number, row in enumerate(rows):
-        who = row[AGENT] if row.get(AGENT) else POLICY
+        who = POLICY
+        if row.get(AGENT):
+            who = row[AGENT]
         if number:
             utterances.append(
                 Utterance(
@@ -170,7 +174,9 @@ def utterances(rows: Sequence[Mapping[str, Any]], decode: Decode | None) -> list
 
 def _prompt(row: Mapping[str, Any], decode: Decode | None) -> str:
     ids = row.get(PROMPT_IDS)
-    return decode(ids, True) if decode is not None and ids else ""
+    if decode is not None and ids:
+        return decode(ids, True)
+    return ""
 
 
 def said(who: str, text: str, turn: int, reward: float | None) -> list[Utterance]:
@@ -230,11 +236,13 @@ def _split(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, bool]]:
     """
     at = 0
     for match in pattern.finditer(text):
-        if before := text[at : match.start()].strip():
+        before = text[at : match.start()].strip()
+        if before:
             yield before, False
         yield match[1], True
         at = match.end()
-    if rest := text[at:].strip():
+    rest = text[at:].strip()
+    if rest:
         yield rest, False
 
 

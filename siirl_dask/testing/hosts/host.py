@@ -110,7 +110,10 @@ class Host:
 
 
 def start_host(
-    name: str, names: str = _LOOPBACK, private: Sequence[Path] = (), entry: tuple[str, ...] = ()
+    name: str,
+    names: str = _LOOPBACK,
+    private: Sequence[Path] = (),
+    entry: tuple[str, ...] = (),
 ) -> Host:
     """Start a host without a link.
 
@@ -148,7 +151,11 @@ def start_keeper(command: Sequence[str], failure: str) -> subprocess.Popen[str]:
     LabError, ``failure`` and what it printed, when it ends instead.
     """
     keeper = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert keeper.stdout is not None
     if (said := keeper.stdout.readline()) != "up\n":

@@ -156,7 +156,9 @@ def read_model(url: str, *, ema: bool = False) -> dict[str, Tensor]:
         and isinstance(entry, metadata.TensorStorageMetadata)
     }
     if not state:
-        content = "moving average of the weights" if ema else "model"
+        content = "model"
+        if ema:
+            content = "moving average of the weights"
         raise CheckpointError(f"{url} holds no {content}: there is {sorted(entries)[:5]}")
     _load(url, state, no_dist=True)
     return {
@@ -301,7 +303,8 @@ class _CheckpointReader(FsspecReader):
                 names = {info.relative_path for info in described.storage_data.values()}
             except Exception as error:  # a damaged pickle raises anything
                 raise CheckpointError(f"{path} is not a checkpoint's metadata: {error}") from error
-        if outside := [name for name in names if "/" in name or "\\" in name]:
+        outside = [name for name in names if "/" in name or "\\" in name]
+        if outside:
             raise CheckpointError(f"{path} names files that are not beside it: {outside[0]!r}")
         described.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         return described  # type: ignore[no-any-return]
@@ -371,13 +374,16 @@ def _optimizer_of(names: Collection[str]) -> str | None:
     kinds = {name.rpartition(".")[2] for name in names if name.startswith(_OPTIMIZER)}
     if _MOMENT_OF_MUON in kinds:
         return "muon"
-    return "adamw" if _MOMENT_OF_ADAMW in kinds else None
+    if _MOMENT_OF_ADAMW in kinds:
+        return "adamw"
+    return None
 
 
 def _pass_on(done: Future[Digests], url: str, writer: _Writer, written: Future[Any]) -> None:
     if not done.set_running_or_notify_cancel():
         return  # the run was aborted meanwhile
-    if (error := written.exception()) is None:
+    error = written.exception()
+    if error is None:
         done.set_result(writer.digests)
     else:
         done.set_exception(_explained(f"{url} could not be written", error))

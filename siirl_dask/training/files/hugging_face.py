@@ -55,7 +55,10 @@ _SHARD = "5GB"
 
 
 def write_hugging_face(
-    folder: Path, weights: Mapping[str, Tensor], base: str, dtype: Dtype
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    base: str,
+    dtype: Dtype,
 ) -> None:
     """Write ``weights`` (by name, tied ones once) to ``folder``, with all files of ``base`` that
     hold none.
@@ -173,14 +176,19 @@ def _buffers(model: PreTrainedModel) -> set[str]:
 
 
 def write_adapters(
-    folder: Path, adapters: Mapping[str, Tensor], trainer: TrainerConfig, base: str, dtype: Dtype
+    folder: Path,
+    adapters: Mapping[str, Tensor],
+    trainer: TrainerConfig,
+    base: str,
+    dtype: Dtype,
 ) -> None:
     """Write ``adapters``, which ``trainer`` made for the model in ``base``, to ``folder`` in peft's
     format.
 
     ConfigError when ``adapters`` has other parameters as well.
     """
-    if others := sorted(name for name in adapters if not is_adapter(name)):
+    others = sorted(name for name in adapters if not is_adapter(name))
+    if others:
         raise ConfigError(
             f"{_subject(base)}: beside adapters the checkpoint has {others}: leave out --adapter"
         )
@@ -247,11 +255,13 @@ def _empty_model(base: str, dtype: torch.dtype) -> PreTrainedModel:
 
 def _check(weights: Mapping[str, Tensor], model: PreTrainedModel, subject: str) -> None:
     expected = {name: parameter.shape for name, parameter in model.named_parameters()}
-    if lacking := sorted(expected.keys() - weights.keys()):
+    lacking = sorted(expected.keys() - weights.keys())
+    if lacking:
         raise ConfigError(
             f"{subject}: the checkpoint lacks {lacking[:5]}; is that folder another model by now?"
         )
-    if unknown := sorted(weights.keys() - expected.keys()):
+    unknown = sorted(weights.keys() - expected.keys())
+    if unknown:
         raise ConfigError(f"{subject}: the checkpoint has {unknown[:5]}, which that model has not")
     for name, shape in expected.items():
         if weights[name].shape != shape:

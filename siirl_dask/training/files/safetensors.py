@@ -36,9 +36,10 @@ def load_safetensors(
     subject = f"model.path={path!r}"
     names = _names(network)
     missing = [name for name, others in names.items() if not {name, *others} & files.keys()]
-    if missing := sorted(
+    missing = sorted(
         name for name in missing if name not in network.zero_initialised and not is_adapter(name)
-    ):
+    )
+    if missing:
         raise ConfigError(f"{subject}: its *.safetensors lack {missing}")
     for name, parameter in network.by_name().items():
         if name in network.zero_initialised:

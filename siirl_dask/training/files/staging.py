@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from siirl_dask.devices import accelerator
-from siirl_dask.devices.host_memory import host_memory
+from siirl_dask.devices.accelerator import host_memory
 from siirl_dask.training.parallel.dtensor import like_dtensor, local
 
 
@@ -30,7 +30,9 @@ def copy_to_host(state: Any) -> Any:
     """
     on_devices = {id(tensor): local(tensor) for tensor in _tensors(state) if _is_on_device(tensor)}
     sizes = {key: part.nbytes for key, part in on_devices.items() if part.nbytes}
-    pinned = host_memory(sizes, pinned=True) if sizes else {}
+    pinned = {}
+    if sizes:
+        pinned = host_memory(sizes, pinned=True)
     copied = _copied(state, pinned)
     for device in {part.device for part in on_devices.values()}:
         accelerator.synchronize(device)

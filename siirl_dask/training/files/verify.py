@@ -32,7 +32,12 @@ _QUANTIZED = "quantization_config"
 
 
 def check_export(
-    folder: Path, trained: Mapping[str, Tensor], base: str, dtype: Dtype, *, alpha: float = 0.0
+    folder: Path,
+    trained: Mapping[str, Tensor],
+    base: str,
+    dtype: Dtype,
+    *,
+    alpha: float = 0.0,
 ) -> None:
     """Raise ConfigError, by name, unless ``folder`` has the model that was trained, in numbers of
     ``dtype``.
@@ -64,7 +69,9 @@ class _Base:
         self._base = base
         self._kind = kind
         self._subject = subject
-        files = {} if _is_quantized(base) else open_weights(base)
+        files = {}
+        if not _is_quantized(base):
+            files = open_weights(base)
         self._stored = stored_parameters(model, files)
         self._loaded: dict[str, Tensor] = {}
 
@@ -96,7 +103,8 @@ def _check_tensors(
     found = written.state_dict()
     weights = {name for name in trained if not is_adapter(name)}
     adapted = {name.removesuffix(A) + WEIGHT for name in trained if name.endswith(A)}
-    if lacking := sorted((weights | adapted) - found.keys()):
+    lacking = sorted((weights | adapted) - found.keys())
+    if lacking:
         raise _another_model(f"it lacks {lacking[:5]} of the checkpoint")
     for names in _tied(found):
         name = names[0]
@@ -128,7 +136,10 @@ def _tied(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _with_adapter(
-    weight: Tensor, trained: Mapping[str, Tensor], layer: str, alpha: float
+    weight: Tensor,
+    trained: Mapping[str, Tensor],
+    layer: str,
+    alpha: float,
 ) -> Tensor:
     """[out, in] -> [out, in] in float32."""
     a = trained[layer + A].float()

@@ -41,7 +41,9 @@ class CoreRows:
         """Return attention's output for the tokens of ``query``. [N, H', D], [T, 1, H, D] -> [T,
         1, H * D].
         """
-        ranks = 1 if self.context is None else self.context.size
+        ranks = 1
+        if self.context is not None:
+            ranks = self.context.size
         output = pad(output, (0, 0, 0, 0, 0, len(query) * ranks - self.tokens))
         if self.context is not None:
             output = to_tokens(output, self.context)

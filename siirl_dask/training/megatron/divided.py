@@ -83,4 +83,6 @@ def divide(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
 
 
 def _place_in(group: Any) -> int:
-    return 0 if group is None else dist.get_rank(group)
+    if group is None:
+        return 0
+    return dist.get_rank(group)

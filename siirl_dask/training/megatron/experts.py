@@ -139,7 +139,9 @@ class Experts(nn.Module):
         both = zip(self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)
         used = zip(compress(parts, sizes), compress(both, sizes), strict=True)
         computed = [_feed_forward(part, gate_up, down) for part, (gate_up, down) in used]
-        return torch.cat(computed) if computed else tokens
+        if computed:
+            return torch.cat(computed)
+        return tokens
 
 
 def _feed_forward(tokens: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -1,6 +1,4 @@
-"""Which models the backend megatron knows, and what must divide them. Imports neither torch nor
-megatron-core.
-"""
+"""Which models the backend megatron knows, and what must divide them. Imports no megatron-core."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any
 
 from siirl_dask.config import MegatronConfig, TrainerConfig
 from siirl_dask.errors import ConfigError, counted
-from siirl_dask.models.architecture import read_config
+from siirl_dask.models.architecture import as_transformers_reads, read_config, understood
 
 _FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 # as Qwen's folders name them, and as transformers 5 writes them
@@ -71,9 +69,10 @@ def sizes_of(config: Mapping[str, Any], path: str) -> LayerSizes:
             f"{subject}: model_type={kind!r} is not among {', '.join(_FAMILIES)}, which it knows; "
             "take trainer.backend=fsdp"
         )
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    config = understood(path, config, as_transformers_reads)
+    rope = config["rope_parameters"]
     unknown = {
-        "rope_parameters": rope.get("rope_type", rope.get("type", "default")) != "default" and rope,
+        "rope_parameters": rope["rope_type"] != "default" and rope,
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0
         and rope["partial_rotary_factor"],
         "use_sliding_window": config.get("use_sliding_window"),
@@ -81,24 +80,34 @@ def sizes_of(config: Mapping[str, Any], path: str) -> LayerSizes:
         "mlp_bias": config.get("mlp_bias"),
         "hidden_act": config.get("hidden_act", "silu") != "silu" and config["hidden_act"],
     }
-    if found := [f"{key}={value}" for key, value in unknown.items() if value]:
+    found = [f"{key}={value}" for key, value in unknown.items() if value]
+    if found:
         raise ConfigError(
             f"{subject}: it does not compute {', '.join(found)}; take trainer.backend=fsdp"
         )
+    return understood(path, config, _sizes)
+
+
+def _sizes(config: Mapping[str, Any]) -> LayerSizes:
+    """Read the sizes of a kind that is known."""
+    kind = config["model_type"]
+    rope = config["rope_parameters"]
     heads = int(config["num_attention_heads"])
     hidden = int(config["hidden_size"])
-    default = 128 if kind == "qwen3" else hidden // heads
+    default = 128
+    if kind != "qwen3":
+        default = hidden // heads
     return LayerSizes(
         layers=int(config["num_hidden_layers"]),
         hidden=hidden,
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
+        kv_heads=int(config["num_key_value_heads"]),
         head_dim=int(config.get("head_dim") or default),
         intermediate=int(config["intermediate_size"]),
         vocabulary=int(config["vocab_size"]),
-        epsilon=float(config.get("rms_norm_eps", 1e-6)),
-        rope_base=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        epsilon=float(config["rms_norm_eps"]),
+        rope_base=float(rope["rope_theta"]),
+        tied=bool(config["tie_word_embeddings"]),
         normed_heads=kind in ("qwen3", "qwen3_moe"),
         qkv_bias=kind == "qwen2",
         mixture=_mixture(config) if kind == "qwen3_moe" else None,
@@ -149,11 +158,9 @@ def check_division(megatron: MegatronConfig, sizes: LayerSizes, path: str) -> No
             f"tensor_parallel={tensor} has of num_attention_heads={sizes.heads} of {path!r}"
         )
     if sizes.layers % (pipeline * megatron.virtual_pipeline):
-        runs = (
-            f" times virtual_pipeline={megatron.virtual_pipeline}"
-            if megatron.virtual_pipeline > 1
-            else ""
-        )
+        runs = ""
+        if megatron.virtual_pipeline > 1:
+            runs = f" times virtual_pipeline={megatron.virtual_pipeline}"
         raise ConfigError(
             f"trainer.megatron.pipeline_parallel={pipeline}{runs}: expected a divisor of "
             f"num_hidden_layers={sizes.layers} of {path!r}"
@@ -169,7 +176,9 @@ def _check_experts(megatron: MegatronConfig, mixture: ExpertMixture | None, path
                 "experts; leave it out"
             )
     elif mixture.experts % megatron.experts_over:
-        option = "tensor_parallel" if megatron.expert_parallel is None else "expert_parallel"
+        option = "expert_parallel"
+        if megatron.expert_parallel is None:
+            option = "tensor_parallel"
         raise ConfigError(
             f"trainer.megatron.{option}={megatron.experts_over}: expected a divisor of the "
             f"{mixture.experts} experts "
@@ -182,11 +191,9 @@ def check_ranks(megatron: MegatronConfig, workers: int) -> None:
     ConfigError if they do not.
     """
     if workers % megatron.ranks:
-        context = (
-            f"context_parallel={megatron.context_parallel}, "
-            if megatron.context_parallel > 1
-            else ""
-        )
+        context = ""
+        if megatron.context_parallel > 1:
+            context = f"context_parallel={megatron.context_parallel}, "
         raise ConfigError(
             f"trainer.megatron.tensor_parallel={megatron.tensor_parallel}, "
             f"{context}pipeline_parallel={megatron.pipeline_parallel}: a replica has "
@@ -205,5 +212,6 @@ def check_model(trainer: TrainerConfig, path: str) -> None:
     """Check the model in ``path``, if it is here. ConfigError for one that cannot be built or
     divided.
     """
-    if (config := read_config(path)) is not None:
+    config = read_config(path)
+    if config is not None:
         check_division(trainer.megatron, sizes_of(config, path), path)

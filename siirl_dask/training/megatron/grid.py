@@ -94,7 +94,9 @@ class RankGrid:
         """This rank among those that share a micro-batch's tokens; None where each has all of
         them.
         """
-        return None if self.context == 1 else Rank(self.of_tokens, self.context, self.cp)
+        if self.context == 1:
+            return None
+        return Rank(self.of_tokens, self.context, self.cp)
 
     @property
     def counts_experts(self) -> bool:

@@ -41,12 +41,12 @@ class MegatronLearner(Learner):
         grid = self._grid = replica.grid
         self._weights = replica.weights
         self._own: Sequence[slice] = ()
-        shards = None if grid.ranks * grid.linked == 1 else range(grid.ranks)
-        self._divided = (
-            DividedParameters(self._weights, grid)
-            if config.megatron.distributed_optimizer
-            else None
-        )
+        shards = None
+        if grid.ranks * grid.linked != 1:
+            shards = range(grid.ranks)
+        self._divided = None
+        if config.megatron.distributed_optimizer:
+            self._divided = DividedParameters(self._weights, grid)
         super().__init__(
             self._weights.parameters,
             config,
@@ -100,7 +100,9 @@ class MegatronLearner(Learner):
 
     def _total(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Sum over replicas on their last stages, which give the others the result."""
-        values = super()._total(sums) if self._grid.last else {}
+        values = {}
+        if self._grid.last:
+            values = super()._total(sums)
         with self._waiting():
             return self._grid.from_scores(values)
 

@@ -36,7 +36,9 @@ def held(model: ModelOnWorkers) -> dict[str, int]:
     """
     own = on_one_rank(model.size, model.trainer.megatron)
     narrow = model.narrow < FLOAT32
-    parts = {"weights in bfloat16": model.narrow * own} if narrow else {}
+    parts = {}
+    if narrow:
+        parts = {"weights in bfloat16": model.narrow * own}
     if model.learns or not narrow:
         parts[f"weights{IN_FLOAT32}"] = FLOAT32 * own
     if model.learns:

@@ -40,8 +40,12 @@ class StageMessages(P2PCommunicator):  # type: ignore[misc]  # megatron-core may
         """
         forward = _shape_to_send(tensor_send_next)
         backward = _shape_to_send(tensor_send_prev)
-        previous = torch.zeros(_DIMENSIONS, dtype=torch.int64) if recv_prev else None
-        following = torch.zeros(_DIMENSIONS, dtype=torch.int64) if recv_next else None
+        previous = None
+        if recv_prev:
+            previous = torch.zeros(_DIMENSIONS, dtype=torch.int64)
+        following = None
+        if recv_next:
+            following = torch.zeros(_DIMENSIONS, dtype=torch.int64)
         requests = self._start(
             forward, backward, previous, following, (_LENGTH_FORWARD, _LENGTH_BACKWARD)
         )

@@ -110,7 +110,9 @@ def patch(operators: Mapping[str, str], kind: str) -> None:
     """
     wanted = options_of(operators)
     adaptor = sys.modules.get(_ADAPTOR)
-    given = None if adaptor is None else vars(adaptor).get(_REMEMBERED)
+    given = None
+    if adaptor is not None:
+        given = vars(adaptor).get(_REMEMBERED)
     if given == wanted:
         return
     if given is not None:

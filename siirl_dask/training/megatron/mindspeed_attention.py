@@ -51,7 +51,9 @@ class MindSpeedCoreAttention(DotProductAttention):  # type: ignore[misc]  # mega
             causal_mask(q.device),
             attn_mask_type=AttnMaskType.causal,
             packed_seq_params=PackedSeqParams(
-                qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends
+                qkv_format="thd",
+                cu_seqlens_q=ends,
+                cu_seqlens_kv=ends,
             ),
         )
         output = output.reshape(q.shape)

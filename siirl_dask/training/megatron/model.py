@@ -112,8 +112,12 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         count = sizes.layers // (grid.pipeline * grid.chunks)
         first = (number * grid.pipeline + grid.stage) * count
         mixed = [sizes.has_experts(first + layer) for layer in range(count)]
-        is_first = grid.first if number == 0 else False
-        is_last = grid.last if number == grid.chunks - 1 else False
+        is_first = False
+        if number == 0:
+            is_first = grid.first
+        is_last = False
+        if number == grid.chunks - 1:
+            is_last = grid.last
         super().__init__(
             stage.config,
             _layers(sizes, operators, mixed),
@@ -156,7 +160,9 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         part of that.
         """
         ids, positions = (self._own_tokens(each) for each in (part.input_ids, part.position_ids))
-        embedded = self._embed(ids.to(self.device)) if self.pre_process else None
+        embedded = None
+        if self.pre_process:
+            embedded = self._embed(ids.to(self.device))
         packing = Packing(
             part.runs,
             ends=ends_for_kernels(part.runs, self.device),
@@ -248,7 +254,9 @@ def _layers(
         MindSpeedCoreAttention if operators["attention"] == MINDSPEED else PackedCoreAttention
     )
     # it has replaced that one
-    norm = spec.submodules.input_layernorm if operators["rms_norm"] == MINDSPEED else Norm
+    norm = Norm
+    if operators["rms_norm"] == MINDSPEED:
+        norm = spec.submodules.input_layernorm
     if sizes.normed_heads:
         attention.q_layernorm = attention.k_layernorm = norm
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm

@@ -69,7 +69,9 @@ def layer_of(name: str) -> int | None:
     layers.
     """
     match = _LAYER.fullmatch(name)
-    return None if match is None else int(match[1])
+    if match is None:
+        return None
+    return int(match[1])
 
 
 def place_of(name: str, chunk: int, layer: int = 0) -> ParameterPlace:
@@ -82,7 +84,9 @@ def place_of(name: str, chunk: int, layer: int = 0) -> ParameterPlace:
         return ParameterPlace(name)
     match = _LAYER.fullmatch(name)
     place = _ENDS[name] if match is None else _IN_LAYER[match[2]]
-    within = "" if match is None else f"decoder.layers.{layer}."
+    within = ""
+    if match is not None:
+        within = f"decoder.layers.{layer}."
     return replace(place, parameter=f"chunks.{chunk}.{within}{place.parameter}")
 
 
@@ -95,7 +99,9 @@ def piece_of(held: Tensor, place: ParameterPlace, sizes: LayerSizes) -> Tensor:
     """
     if place.piece in (_GATE, _UP):
         gate, up = held.chunk(2)
-        return gate if place.piece == _GATE else up
+        if place.piece == _GATE:
+            return gate
+        return up
     if not place.piece:
         return held
     per = sizes.heads // sizes.kv_heads

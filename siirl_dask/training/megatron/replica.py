@@ -76,7 +76,9 @@ class Replica:
         self._temperature = temperature
         self._trainer = built.trainer
         self._progress = built.progress
-        self._count = 1 if temperature is None else len(fields(TokenScores))
+        self._count = 1
+        if temperature is not None:
+            self._count = len(fields(TokenScores))
         self.dtype = torch_dtype(built.model.dtype, self.device)
         operators = operators_of(built.trainer, self.device.type)
         say(operators)
@@ -103,7 +105,9 @@ class Replica:
         self.weights.read(path, parameter_names(meta, open_weights(path)), built.progress)
         if built.trainer.gradient_checkpointing:
             recompute(self.stage.layers())
-        several = self.grid.chunks if self.grid.chunks > 1 else None
+        several = None
+        if self.grid.chunks > 1:
+            several = self.grid.chunks
         self._schedule = get_forward_backward_func(pp_size=self.grid.pipeline, vp_size=several)
 
     @torch.no_grad()

@@ -17,7 +17,6 @@ from siirl_dask.training.critic import value_losses
 from siirl_dask.training.learner import policy_losses
 from siirl_dask.training.megatron.learner import MegatronLearner
 from siirl_dask.training.megatron.replica import Built, Replica
-from siirl_dask.training.model.replay import with_routes
 from siirl_dask.training.packing import MicroBatch
 from siirl_dask.training.parallel.dtensor import copy_state
 from siirl_dask.training.trainer import (
@@ -27,6 +26,7 @@ from siirl_dask.training.trainer import (
     TokenScores,
     TrainBatch,
     ValueBatch,
+    with_routes,
 )
 
 Waiting = Callable[[], AbstractContextManager[object]]

@@ -58,7 +58,9 @@ def _join(values: Sequence[Any]) -> Any:
         )
     if isinstance(one, Mapping):
         return {name: torch.cat([each[name] for each in values]) for name in one}
-    return None if one is None else torch.cat(list(values))
+    if one is None:
+        return None
+    return torch.cat(list(values))
 
 
 def _rows(parts: Sequence[PackedRows]) -> PackedRows:

@@ -95,7 +95,10 @@ class _Copied(torch.autograd.Function):
 class _SharedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, group: Any
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        group: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[K, V / n] float32, [K]. With m the highest logit, ``log p = l - m - log s``, ``H = log s
         - t / s``, and the sum of squared probabilities is ``q / s^2``.
@@ -122,7 +125,10 @@ class _SharedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, by_logprob: Tensor, by_entropy: Tensor, _: Tensor
+        ctx: Any,
+        by_logprob: Tensor,
+        by_entropy: Tensor,
+        _: Tensor,
     ) -> tuple[Tensor | None, ...]:
         """Use ``d logp / d logit = onehot - p`` and ``d H / d logit = -p (log p + H)``."""
         scores, at, entropy = ctx.saved_tensors

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from siirl_dask.config import MEGATRON_OPERATORS, ModelConfig, TrainerConfig
 from siirl_dask.devices.operators import MINDSPEED
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.shapes import check_has_safetensors
 from siirl_dask.training.layouts import operators_of
 from siirl_dask.training.megatron import memory
 from siirl_dask.training.megatron.families import check_model, check_ranks
@@ -31,6 +32,7 @@ def _check(trainer: TrainerConfig, model: ModelConfig, workers: int) -> None:
             "trainer.backend=megatron needs megatron-core: pip install 'siirl_dask[megatron]'"
         )
     check_ranks(trainer.megatron, workers)
+    check_has_safetensors(model.path, trainer.backend)
     check_model(trainer, model.path)
     if MINDSPEED in trainer.operators.values():
         check_installed()
@@ -58,11 +60,9 @@ def _division(trainer: TrainerConfig, workers: int) -> Division:
 
 def _process(trainer: TrainerConfig) -> str:
     patched = sorted(name for name, library in trainer.operators.items() if library == MINDSPEED)
-    return (
-        f"megatron-core with MindSpeed's {', '.join(patched)}"
-        if patched
-        else "megatron-core as it is"
-    )
+    if patched:
+        return f"megatron-core with MindSpeed's {', '.join(patched)}"
+    return "megatron-core as it is"
 
 
 def _built(request: RoleRequest) -> Built:
@@ -88,7 +88,10 @@ def _policy(request: RoleRequest) -> Trainer:
 
     waiting = request.device.waiting
     return MegatronPolicy(
-        built, temperature=request.temperature, waiting=waiting, routing=request.routing
+        built,
+        temperature=request.temperature,
+        waiting=waiting,
+        routing=request.routing,
     )
 
 

@@ -68,7 +68,9 @@ class StageWeights:
         """
         if not (self._sizes.tied and self._scores) or self._grid.pipeline == 1:
             return None
-        return self.places[_TIED].parameter if self._grid.first or self._grid.last else None
+        if self._grid.first or self._grid.last:
+            return self.places[_TIED].parameter
+        return None
 
     @torch.no_grad()
     def read(self, path: str, renamed: Mapping[str, str], progress: Callable[[], None]) -> None:
@@ -85,7 +87,8 @@ class StageWeights:
         if _TIED not in files and self._sizes.tied and HEAD in files:
             files[_TIED] = files[HEAD]
         heads = {name for name in self.places if name.startswith(VALUES)}
-        if missing := sorted(self.places.keys() - files.keys() - heads):
+        missing = sorted(self.places.keys() - files.keys() - heads)
+        if missing:
             raise ConfigError(
                 f"{subject}: its *.safetensors lack {missing}; trainer.backend=torch may know them "
                 "by others"
@@ -164,7 +167,9 @@ class StageWeights:
         layer = layer_of(name)
         if layer is not None:
             return layer // self._per_chunk % self._grid.pipeline
-        return 0 if name == _TIED else self._grid.pipeline - 1
+        if name == _TIED:
+            return 0
+        return self._grid.pipeline - 1
 
     def _is_here(self, name: str) -> bool:
         """Return whether this stage has a parameter: tied embeddings are also on the last one,

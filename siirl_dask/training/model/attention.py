@@ -58,7 +58,9 @@ def packed_attention(
     if packing is None:
         raise TypeError(f"{type(module).__name__} attends outside of a pass over packed rows")
     if position_bias is not None or attention_mask is not None:
-        what = "a position bias" if position_bias is not None else "a mask of its own"
+        what = "a mask of its own"
+        if position_bias is not None:
+            what = "a position bias"
         raise NotImplementedError(
             f"packed attention supports no {what}, which {type(module).__name__} has"
         )
@@ -128,7 +130,9 @@ def attend_varlen(
     ends = _ends(packing, query)
     longest = max(length for _, length in packing.runs)
     # a window includes the token itself, the kernel's does not
-    before = -1 if window is None else window - 1
+    before = -1
+    if window is not None:
+        before = window - 1
     output: Tensor = kernel(
         q, k, v, ends, ends, longest, longest,
         scale=scaling, window_size=(before, 0), enable_gqa=q.shape[1] != k.shape[1],
@@ -151,14 +155,18 @@ def _attend_rows(
 
 
 def _ends(packing: Packing, query: Tensor) -> Tensor:
-    return row_ends(packing.runs, query.device) if packing.ends is None else packing.ends
+    if packing.ends is None:
+        return row_ends(packing.runs, query.device)
+    return packing.ends
 
 
 def ends_for_kernels(runs: Runs, device: torch.device) -> Tensor | None:
     """Return ``row_ends`` on a device whose kernels may want them; None on a CPU, which has no
     such kernel.
     """
-    return None if device.type == "cpu" else row_ends(runs, device)
+    if device.type == "cpu":
+        return None
+    return row_ends(runs, device)
 
 
 def ends_on_host(runs: Runs) -> list[int]:
@@ -202,15 +210,10 @@ def _attend_runs(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scores: 
     )
     outputs = []
     for (count, length), *packed in parts:
-        q, k, v = (_rows(part, count, length) for part in packed)
+        # rows of one length: [1, H, count * length, D] -> [count, H, length, D]
+        q, k, v = (part[0].unflatten(1, (count, length)).transpose(0, 1) for part in packed)
         outputs.append(_attend(q, k, v, scores).flatten(0, 1))
     return torch.cat(outputs)
-
-
-def _rows(packed: Tensor, count: int, length: int) -> Tensor:
-    """Unpack rows of one length. [1, H, count * length, D] -> [count, H, length, D]."""
-    rows: Tensor = packed[0].unflatten(1, (count, length)).transpose(0, 1)
-    return rows
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -252,14 +255,24 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor
 
 
 def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
 ) -> Tensor:
     """Call torch's attention, causal if ``mask`` is None. [n, H, L, D], [n, H_kv, L', D] twice
     -> [n, L, H, D].
     """
     grouped = query.shape[1] != key.shape[1]
     output: Tensor = scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=grouped,
     )
     return output.transpose(1, 2)
 

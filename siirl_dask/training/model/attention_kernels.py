@@ -118,7 +118,9 @@ def _on_gpu(
     if chosen is None and library != FLASH:
         chosen, failure = _flex_for(device, dtype, width, value_width)
     name = _SDPA if chosen is None else chosen.name
-    no_flex = "" if failure is None else f"; FlexAttention does not run: {failure}"
+    no_flex = ""
+    if failure is not None:
+        no_flex = f"; FlexAttention does not run: {failure}"
     where = f"{device} ({accelerator.name_of(device.type, device.index)})"
     logger.info("packed attention on %s, %s, is computed by %s%s", where, heads, name, no_flex)
     return chosen
@@ -136,7 +138,10 @@ def takes_varlen(dtype: torch.dtype, width: int, value_width: int) -> bool:
 
 
 def _flex_for(
-    device: torch.device, dtype: torch.dtype, width: int, value_width: int
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    value_width: int,
 ) -> tuple[FlexKernel | None, str | None]:
     """Return FlexAttention, or why not: it is compiled for the device, and that is known once it
     has been tried.
@@ -147,7 +152,9 @@ def _flex_for(
         return None, "there is no triton"
     flex = compiled_flex()
     failure = why_not(flex, device, dtype, width, value_width)
-    return (flex, None) if failure is None else (None, failure)
+    if failure is None:
+        return (flex, None)
+    return (None, failure)
 
 
 def choose_kernel(capability: tuple[int, int], torch_has_flash: bool) -> FlashKernel | None:
@@ -167,7 +174,8 @@ def choose_kernel(capability: tuple[int, int], torch_has_flash: bool) -> FlashKe
         takes_groups = "enable_gqa" in signature(varlen_attn).parameters
         attend = varlen_attn if takes_groups else partial(_without_groups, varlen_attn)
         return FlashKernel("FlashAttention-2 (torch)", attend)
-    if (function := _function_of("flash_attn")) is not None:
+    function = _function_of("flash_attn")
+    if function is not None:
         return FlashKernel("FlashAttention-2 (flash_attn)", partial(_call, function))
     return None
 
@@ -228,5 +236,7 @@ def _call(
         softmax_scale=scale, causal=True, window_size=window_size,
     )  # fmt: skip
     # some versions add what a backward pass needs
-    result: Tensor = output[0] if isinstance(output, tuple) else output
+    result: Tensor = output
+    if isinstance(output, tuple):
+        result = output[0]
     return result

@@ -53,7 +53,9 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> FlexKernel:
         # A soft cap is a number of the kernel: as one of its inputs, which Dynamo makes of floats,
         # it does not compile.
         with torch._dynamo.config.patch(
-            recompile_limit=_GRAPHS, fail_on_recompile_limit_hit=True, specialize_float=True
+            recompile_limit=_GRAPHS,
+            fail_on_recompile_limit_hit=True,
+            specialize_float=True,
         ):
             try:
                 output = compiled(*heads, **options)
@@ -152,7 +154,9 @@ def row_mask(ends: Tensor, tokens: int, window: int | None) -> BlockMask:
 
     def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same = (row[query] == row[key]) & (query >= key)
-        return same if window is None else same & (query - key < window)
+        if window is None:
+            return same
+        return same & (query - key < window)
 
     first = torch.arange(0, tokens, _BLOCK, device=ends.device)
     last = (first + _BLOCK - 1).clamp(max=tokens - 1)
@@ -182,7 +186,11 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def why_not(
-    kernel: FlexKernel, device: torch.device, dtype: torch.dtype, width: int, value_width: int
+    kernel: FlexKernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    value_width: int,
 ) -> str | None:
     """Return why the kernel does not compile, run and learn on a device; None where it does, on
     two short rows.

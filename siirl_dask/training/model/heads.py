@@ -82,7 +82,8 @@ class PolicyNetwork(Network):
             logprobs, entropy, collision = select_own_rows(
                 [logprobs, entropy, collision], batch.own_rows
             )
-        return logprobs, entropy, collision
+        # FSDP puts a hook on each result, which must be no view
+        return logprobs.clone(), entropy.clone(), collision.clone()
 
 
 class ValueNetwork(Network):
@@ -103,7 +104,12 @@ class ValueNetwork(Network):
         width = model.get_output_embeddings().in_features
         below = below_head(model)
         super().__init__(
-            below, device=device, autocast=autocast, trainer=trainer, inputs=inputs, always=always
+            below,
+            device=device,
+            autocast=autocast,
+            trainer=trainer,
+            inputs=inputs,
+            always=always,
         )
         embeddings = self.model.get_input_embeddings()
         self.value_head = nn.Linear(width, 1, device=next(embeddings.parameters()).device)

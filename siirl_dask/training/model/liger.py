@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 
 from siirl_dask.devices import traits_of
 from siirl_dask.devices.operators import AUTO, LIGER, OPERATORS, TORCH
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, clause
 from siirl_dask.training.model.trial import rounding
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "act_fn")
@@ -185,7 +185,7 @@ def _kernels() -> Kernels:
         # it is not there; it does not fit triton, or triton does not fit the device
         raise ConfigError(
             f"trainer.liger=true: liger-kernel cannot be imported: {type(error).__name__}: "
-            f"{error}; pip install 'siirl_dask[liger]', or leave it out"
+            f"{clause(error)}; pip install 'siirl_dask[liger]', or leave it out"
         ) from error
 
 

@@ -18,9 +18,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from siirl_dask.models.head import HeadOutput
-from siirl_dask.training.memory import logits_rows
 
 _PLAIN = HeadOutput()
+# bytes of a block of float32 logits, on a CPU and elsewhere
+_BLOCK_BYTES = {True: 64 * 2**20, False: 256 * 2**20}
+# of a block, since each block of r rows reads and writes [K, D] sums for its K r D products
+_LEAST_ROWS = 1024
 
 
 def token_logprobs(
@@ -55,6 +58,14 @@ def token_logprobs(
         hidden, weight, bias, targets, temperature, output, head_dtype, rows
     )
     return result
+
+
+def logits_rows(tokens: int, hidden: int, vocabulary: int, *, on_cpu: bool) -> int:
+    """Return the rows of the head [V, D] whose logits are computed at once for so many tokens.
+
+    Neither the logits nor these rows take more than a block, unless there are very many tokens.
+    """
+    return min(vocabulary, max(_LEAST_ROWS, _BLOCK_BYTES[on_cpu] // (4 * max(tokens, hidden))))
 
 
 class _Head:
@@ -107,7 +118,12 @@ class _Head:
             else:
                 offsets = self._rounded(self._bias[block])
                 torch.addmm(
-                    offsets, self._hidden, part.T, beta=self.scale, alpha=self.scale, out=product
+                    offsets,
+                    self._hidden,
+                    part.T,
+                    beta=self.scale,
+                    alpha=self.scale,
+                    out=product,
                 )
             logits = self.like_logits(self._wide, len(part))
             if logits is not product:
@@ -206,7 +222,10 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None, _: Tensor | None
+        ctx: Any,
+        by_logprob: Tensor | None,
+        by_entropy: Tensor | None,
+        _: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """Use ``d logp / d logit = onehot - p`` and ``d H / d logit = -p (log p + H)``, both
         over the temperature.
@@ -232,13 +251,21 @@ class _TokenLogprobs(torch.autograd.Function):
         # a frozen head needs no [V, D] gradient
         _, head_learns, bias_learns, *_ = ctx.needs_input_grad
         for_hidden = torch.zeros_like(hidden, dtype=head.dtype)
-        for_weight = torch.empty_like(weight) if head_learns else None
-        for_bias = torch.empty_like(bias) if bias_learns else None
-        memory = head.scratch() if by_entropy is not None else None
+        for_weight = None
+        if head_learns:
+            for_weight = torch.empty_like(weight)
+        for_bias = None
+        if bias_learns:
+            for_bias = torch.empty_like(bias)
+        memory = None
+        if by_entropy is not None:
+            memory = head.scratch()
         for block, part, logits, at in head.blocks():
             slope = head.slope(logits)
             scores = logits.sub_(normalizer)
-            spare = None if memory is None else head.like_logits(memory, len(part))
+            spare = None
+            if memory is not None:
+                spare = head.like_logits(memory, len(part))
             by_logits = _by_logits(
                 scores,
                 at[:, None],

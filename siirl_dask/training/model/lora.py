@@ -100,14 +100,18 @@ def chosen_targets(
     of_tower: set[str] = set()
     for target in trainer.lora.targets:
         if target not in known:
-            where = "the model" if tower else "the model's decoder"
+            where = "the model's decoder"
+            if tower:
+                where = "the model"
             raise ConfigError(
                 f"trainer.lora.targets={trainer.lora.targets}: {where} has no linear layer "
                 f"{target!r} (there are: {sorted(known)}){did_you_mean(target, known)}"
             )
         of_decoder |= known[target][0]
         of_tower |= known[target][1]
-    return (of_decoder, of_tower) if trainer.lora.targets else (decoder, set())
+    if trainer.lora.targets:
+        return (of_decoder, of_tower)
+    return (decoder, set())
 
 
 def peft_config(rank: int, alpha: float, targets: Sequence[str], base: str | None = None) -> Any:
@@ -153,7 +157,9 @@ def choose_adapters(model: nn.Module, agent: str) -> None:
 
 
 def _peft_name(agent: str) -> str:
-    return f"agent_{agent}" if agent else _PEFT_NAME
+    if agent:
+        return f"agent_{agent}"
+    return _PEFT_NAME
 
 
 def rank_of(name: str, tensor: Tensor) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from siirl_dask.training.model.row_groups import one_after_another, row_groups, side_by_side
+from siirl_dask.training.model.row_layout import one_after_another, row_groups, side_by_side
 from siirl_dask.training.packing import CurrentPacking
 
 _KINDS = frozenset({"linear_attention", "conv", "mamba", "hybrid", "recurrent"})

@@ -41,7 +41,7 @@ from siirl_dask.training.model.row_layout import (
     only_list_of_layers,
     separate_hidden_states,
 )
-from siirl_dask.training.model.trial import Trial, rounding, trial_rows
+from siirl_dask.training.model.trial import RecordedRoutes, Trial, rounding, trial_rows
 from siirl_dask.training.model.vision import (
     decoder_inputs,
     family_of_model,
@@ -281,7 +281,9 @@ class Network(nn.Module):
         decoder = decoder_of(self.model)
         self._plain_attention = decoder.config._attn_implementation
         decoder.set_attn_implementation(EAGER)  # transformers' sdpa leaves soft caps out
-        expected = torch.cat(list(self._plain_outputs(rows)))
+        routes = RecordedRoutes(self.modules())
+        with routes.recorded():
+            expected = torch.cat(list(self._plain_outputs(rows)))
         operators = settle(operators, self.modules(), self.device)
         ligers = [operator for operator, library in operators.items() if library == LIGER]
         if ligers:
@@ -295,7 +297,7 @@ class Network(nn.Module):
         for layout in layouts:
             try:
                 self._use_layout(layout, batch)
-                error = self._error(batch, expected)
+                error = self._error(batch, expected, routes)
             except torch.OutOfMemoryError:
                 raise
             except _UNFIT as failure:
@@ -324,15 +326,25 @@ class Network(nn.Module):
         self._hidden(batch)
         decoder.set_attn_implementation(PACKED)
 
-    def _error(self, batch: MicroBatch, expected: Tensor) -> float:
+    def _error(self, batch: MicroBatch, expected: Tensor, routes: RecordedRoutes) -> float:
         """Return the largest error of the logits, or of the hidden states of a model without a
-        head. NaN is inf.
+        head. NaN is inf. Packed tokens go to the experts of ``routes``, those of whole rows.
         """
-        hidden = self._hidden(batch)[batch.predicting.to(self.device)]
+        if self.layout is RowLayout.packed:
+            order = torch.arange(batch.input_ids.shape[-1])
+            if batch.shared is not None:
+                order = batch.shared.first
+            with routes.repeated(order):
+                hidden = self._hidden(batch)
+        else:
+            hidden = self._hidden(batch)
+        hidden = hidden[batch.predicting.to(self.device)]
         head = self.model.get_output_embeddings()
         found = hidden if head is None else self._head_output.logits(head(hidden))
         error = (found - expected).abs().max().item()
-        return math.inf if math.isnan(error) else error
+        if math.isnan(error):
+            return math.inf
+        return error
 
     def _plain_outputs(self, rows: PackedRows) -> Iterator[Tensor]:
         """Yield what the model itself computes before each response token of each row, by itself:
@@ -371,9 +383,15 @@ class Network(nn.Module):
         inputs: dict[str, Any] = {"input_ids": ids}
         if self.inputs is not None:
             inputs = decoder_inputs(self.model, ids, batch.images, self.inputs, always=self._always)
-        ranks = None if batch.route is None else batch.route.ranks
-        shared = None if batch.shared is None else batch.shared.to(device)
-        routes = None if batch.routes is None else batch.routes.to(device, torch.int64)
+        ranks = None
+        if batch.route is not None:
+            ranks = batch.route.ranks
+        shared = None
+        if batch.shared is not None:
+            shared = batch.shared.to(device)
+        routes = None
+        if batch.routes is not None:
+            routes = batch.routes.to(device, torch.int64)
         self._current.packing = Packing(
             batch.runs,
             ranks,

@@ -83,7 +83,9 @@ def _norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return fused.rotary(heads, cos, sin) if fused.takes_rotary(heads) else rotary(heads, cos, sin)
+    if fused.takes_rotary(heads):
+        return fused.rotary(heads, cos, sin)
+    return rotary(heads, cos, sin)
 
 
 def rotating(module: nn.Module, rotate: Rotate) -> Callable[..., Any] | None:
@@ -105,7 +107,12 @@ def rotating(module: nn.Module, rotate: Rotate) -> Callable[..., Any] | None:
 
 
 def _rotate_both(
-    rotate: Rotate, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    rotate: Rotate,
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
     # under autocast projections are narrower than angles
     dtype = torch.promote_types(query.dtype, cos.dtype)

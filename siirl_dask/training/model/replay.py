@@ -7,7 +7,7 @@ The weights of the experts are the model's own, of its router's logits, so that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from siirl_dask.errors import DataError
 from siirl_dask.models.routing import Routing, routers
 from siirl_dask.training.packing import packing_of
-from siirl_dask.training.trainer import PackedRows
 
 
 def replay_routes(model: PreTrainedModel, routing: Routing) -> None:
@@ -30,38 +28,6 @@ def replay_routes(model: PreTrainedModel, routing: Routing) -> None:
         own = slice(place * routing.chosen, (place + 1) * routing.chosen)
         router.forward = partial(_route, router, router.forward, held)
         layer.forward = partial(_with_routes, layer, layer.forward, held, own)
-
-
-def with_routes(rows: PackedRows, routing: Routing | None) -> PackedRows:
-    """Return rows with the routes that are replayed, which are checked, and without any where
-    none are.
-    """
-    if routing is None:
-        return replace(rows, routes=None)
-    check_routes(rows, routing)
-    return rows
-
-
-def check_routes(rows: PackedRows, routing: Routing) -> None:
-    """Raise DataError for rows without routes, and for routes that are none of the model's."""
-    if not len(rows):
-        return
-    if rows.routes is None:
-        raise DataError(
-            "rollout.router_replay=true, and these rows have no column routed_experts: it comes "
-            "from generate, generate_with_greedy and sample_until_mixed; sample with one of them, "
-            "or leave router_replay out"
-        )
-    if rows.routes.shape[1] != routing.width:
-        raise DataError(
-            f"routed_experts has {rows.routes.shape[1]} experts a token: expected {routing.width}, "
-            f"{routing.chosen} in "
-            f"each of {len(routing.layers)} layers; were these rows sampled with another model?"
-        )
-    if (largest := int(rows.routes.max())) >= routing.experts:
-        raise DataError(
-            f"routed_experts names expert {largest}: expected 0 to {routing.experts - 1}"
-        )
 
 
 @dataclass(slots=True)
@@ -89,7 +55,10 @@ def _with_routes(
 
 
 def _route(
-    router: Any, forward: Callable[..., Any], held: _ReplayedRoutes, hidden: Tensor
+    router: Any,
+    forward: Callable[..., Any],
+    held: _ReplayedRoutes,
+    hidden: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits [T, E], and weights and numbers [T, k] of the experts that each token goes
     to.

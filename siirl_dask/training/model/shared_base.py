@@ -23,7 +23,11 @@ class AgentNetwork:
     """
 
     def __init__(
-        self, network: PolicyNetwork, agent: str, temperature: float, trainer: TrainerConfig
+        self,
+        network: PolicyNetwork,
+        agent: str,
+        temperature: float,
+        trainer: TrainerConfig,
     ) -> None:
         self._network = network
         self._agent = agent

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from siirl_dask.devices.operators import REFERENCE, TORCH
 from siirl_dask.errors import ConfigError
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from siirl_dask.training.model.network import Network
 
 logger = logging.getLogger("siirl_dask.training")
+_ROUTER = "topkrouter"
 _Row = tuple[Sequence[int], Sequence[int]]  # prompt and response
 
 
@@ -34,6 +37,64 @@ class Trial:
     """How rows are computed; None: the logits are right in no layout."""
     failures: list[str]
     """Why not in those that were tried before, or in all."""
+
+
+class RecordedRoutes:
+    """Answers of a mixture's routers for the tokens of some passes, given again in a pass over the
+    same tokens.
+
+    A token that lies between two experts goes to either by a rounding, and its numbers are others
+    then: in bfloat16 that is more than a kernel may differ by. A router looks at one token at a
+    time, so no layout of rows can be wrong in it.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """Routers are found by the end that transformers' names for their classes have."""
+        self._routers = [each for each in modules if type(each).__name__.lower().endswith(_ROUTER)]
+        self._answers: list[list[tuple[Tensor, ...]]] = [[] for _ in self._routers]
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the answers of the passes inside."""
+
+        def recorder(answers: list[tuple[Tensor, ...]]) -> Callable[..., None]:
+            def record(module: nn.Module, inputs: Any, output: Any) -> None:
+                if isinstance(output, tuple):
+                    answers.append(output)
+
+            return record
+
+        with ExitStack() as hooks:
+            for router, answers in zip(self._routers, self._answers, strict=True):
+                handle = router.register_forward_hook(recorder(answers))
+                hooks.callback(handle.remove)
+            yield
+
+    @contextmanager
+    def repeated(self, order: Tensor) -> Iterator[None]:
+        """Let the routers give these answers in a pass whose tokens are the recorded ones with the
+        numbers ``order``, [T]; where there are others than a router is asked for, its own.
+        """
+
+        def repeater(recorded: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor, ...]]:
+            def repeat(module: nn.Module, inputs: Any, output: Any) -> Any:
+                answer = tuple(part[order.to(part.device)] for part in recorded)
+                same = [part.shape for part in output] == [part.shape for part in answer]
+                return answer if same else output
+
+            return repeat
+
+        with ExitStack() as hooks:
+            for router, answers in zip(self._routers, self._answers, strict=True):
+                if not answers:
+                    continue
+                recorded = tuple(
+                    torch.cat([answer[part] for answer in answers])
+                    for part in range(len(answers[0]))
+                )
+                handle = router.register_forward_hook(repeater(recorded))
+                hooks.callback(handle.remove)
+            yield
 
 
 def trial_rows(config: Any, inputs: ImageInputs | None) -> PackedRows:
@@ -110,7 +171,9 @@ def use_row_layout(network: Network, path: str, operators: Mapping[str, str] = R
             for operator, library in operators.items()
             if library != TORCH
         ]
-        kernels = f" with {', '.join(fused)} (trainer.operators, trainer.liger)" if fused else ""
+        kernels = ""
+        if fused:
+            kernels = f" with {', '.join(fused)} (trainer.operators, trainer.liger)"
         reasons = "; ".join(dict.fromkeys(trial.failures))
         raise ConfigError(
             f"model.path={path!r}: this trainer does not compute the log-probs of {name}{kernels} "
@@ -122,7 +185,9 @@ def use_row_layout(network: Network, path: str, operators: Mapping[str, str] = R
 
 @cache
 def _warn_once(name: str, layout: RowLayout, reason: str) -> None:
-    how = "side by side with padding" if layout is RowLayout.padded else "one by one"
+    how = "one by one"
+    if layout is RowLayout.padded:
+        how = "side by side with padding"
     logger.warning(
         "%s computes no packed rows, but rows %s, which takes longer: %s", name, how, reason
     )

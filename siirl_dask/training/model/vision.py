@@ -36,11 +36,9 @@ def tower_of(model: PreTrainedModel) -> nn.Module | None:
     other.
     """
     family = family_of_model(model)
-    return (
-        None
-        if family is None
-        else model.base_model.get_submodule(family.tower.removeprefix(_INNER))
-    )
+    if family is None:
+        return None
+    return model.base_model.get_submodule(family.tower.removeprefix(_INNER))
 
 
 def below_head(model: PreTrainedModel) -> PreTrainedModel:

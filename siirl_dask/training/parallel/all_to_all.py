@@ -27,7 +27,11 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, sent: list[int], received: list[int], group: Any
+        ctx: Any,
+        tensor: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: Any,
     ) -> Tensor:
         ctx.reverse = received, sent, group
         return _all_to_all(tensor, sent, received, group)

@@ -116,6 +116,8 @@ def full_weights(
     def converted(parameter: Tensor) -> Tensor:
         shard = local(parameter)
         moved = shard.to(device, dtype)
-        return parameter if moved is shard else like_dtensor(parameter, moved)
+        if moved is shard:
+            return parameter
+        return like_dtensor(parameter, moved)
 
     return full_tensors((name, converted(parameter)) for name, parameter in named)

@@ -30,7 +30,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.models.loading import class_of_config, correct_modules, refused_by_name
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.rotary import pin_frequencies
-from siirl_dask.models.weight_files import open_weights
+from siirl_dask.models.weight_files import check_tied, open_weights
 from siirl_dask.models.weight_names import stored_parameters
 from siirl_dask.training.batch_images import ImageInputs
 from siirl_dask.training.files.safetensors import load_adapters, load_safetensors
@@ -77,7 +77,8 @@ class FsdpBackend:
         check_heads(trainer, model.path)
         check_no_split_images(trainer, images)
         self._sequence = sequence_ranks(rank, trainer.fsdp.sequence_parallel, self.device)
-        if (size := trainer.fsdp.tensor_parallel) > 1:
+        size = trainer.fsdp.tensor_parallel
+        if size > 1:
             mesh = tensor_mesh(rank, size, self.device)
             assert mesh.mesh_dim_names is not None
             self._mesh, self._tensor = (mesh[axis] for axis in mesh.mesh_dim_names)
@@ -94,10 +95,15 @@ class FsdpBackend:
     def network(self, make: Make[N]) -> N:
         model = _meta_model(self._model.path)
         pin_frequencies(model, self._model.longest_row, f"model.path={self._model.path!r}")
+        check_tied(self._model.path, model)
         stored = stored_parameters(model, open_weights(self._model.path))
         inputs = ImageInputs.load(self._model.path, self._images, model)
         network = make(
-            model, device=self.device, autocast=False, inputs=inputs, always=inputs is not None
+            model,
+            device=self.device,
+            autocast=False,
+            inputs=inputs,
+            always=inputs is not None,
         )
         if self._tensor_ranks.size > 1:
             split_layers(network.model, self._tensor, self._model.path)
@@ -247,6 +253,8 @@ def _restore_buffers(
 ) -> None:
     """Replace a network's buffers, which lost their values when its parameters got memory."""
     for name, module in network.named_modules():
-        prefix = f"{name}." if name else ""
+        prefix = ""
+        if name:
+            prefix = f"{name}."
         for key in dict(module.named_buffers(recurse=False)):
             module._buffers[key] = buffers[prefix + key].to(device)

@@ -18,7 +18,10 @@ from siirl_dask.training.trainer import PackedRows
 
 
 def shared_batches(
-    rows: PackedRows, ranks: Rank, budget: int, device: torch.device
+    rows: PackedRows,
+    ranks: Rank,
+    budget: int,
+    device: torch.device,
 ) -> list[MicroBatch]:
     """Cut the rows of all ``ranks`` into micro-batches, the same number on each rank. All of them
     must call.
@@ -39,7 +42,10 @@ def shared_batches(
 
 
 def own_rows(
-    whole: MicroBatch, owners: Tensor, ranks: Rank, done: int
+    whole: MicroBatch,
+    owners: Tensor,
+    ranks: Rank,
+    done: int,
 ) -> tuple[MicroBatch, Tensor]:
     """Return ``whole`` with the ``offsets`` and ``tokens`` of this rank's own rows, and the owner
     of each token, [C].

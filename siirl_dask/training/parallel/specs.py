@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from siirl_dask.config import Backend, ModelConfig, TrainerConfig, parse_bytes
 from siirl_dask.context import DeviceKind
 from siirl_dask.devices.operators import OPERATORS
-from siirl_dask.models.shapes import ModelSize
+from siirl_dask.models.shapes import ModelSize, check_has_safetensors
 from siirl_dask.training.layouts import check_heads, check_workers
 from siirl_dask.training.memory import FLOAT32, held_in_float32, replica_moments, shard_moments
 from siirl_dask.training.specs import (
@@ -130,18 +130,23 @@ def _step_cores(request: RoleRequest) -> int:
     torch's own threads.
     """
     device = request.device
-    return device.cores if request.trainer.fsdp.offload and device.kind is not DeviceKind.CPU else 0
+    if request.trainer.fsdp.offload and device.kind is not DeviceKind.CPU:
+        return device.cores
+    return 0
 
 
 def _check_fsdp(trainer: TrainerConfig, model: ModelConfig, workers: int) -> None:
     check_workers(trainer, workers)
+    check_has_safetensors(model.path, trainer.backend)
     check_heads(trainer, model.path)
 
 
 def _divided_by_fsdp(trainer: TrainerConfig, workers: int) -> Division:
     fsdp = trainer.fsdp
     shards = workers if fsdp.shard_size is None else fsdp.shard_size
-    groups = {"trainer.fsdp.shard_size": shards} if fsdp.tensor_parallel == 1 else {}
+    groups = {}
+    if fsdp.tensor_parallel == 1:
+        groups = {"trainer.fsdp.shard_size": shards}
     groups["trainer.fsdp.sequence_parallel"] = fsdp.sequence_parallel
     groups["trainer.fsdp.tensor_parallel"] = fsdp.tensor_parallel
     return Division(
@@ -205,7 +210,10 @@ FSDP = TrainerSpec(
     gathers=True,
     operators=OPERATORS,
     memory=TrainerMemory(
-        parameters=_parameters, held=held_in_float32, moments=shard_moments, gathered=_gathered
+        parameters=_parameters,
+        held=held_in_float32,
+        moments=shard_moments,
+        gathered=_gathered,
     ),
 )
 """Shards of the model over the workers of the role (FSDP2)."""

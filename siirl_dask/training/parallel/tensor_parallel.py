@@ -47,7 +47,10 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh, path: str) -> None:
 
 
 def common_batches(
-    rows: PackedRows, ranks: Rank, budget: int, device: torch.device
+    rows: PackedRows,
+    ranks: Rank,
+    budget: int,
+    device: torch.device,
 ) -> list[MicroBatch]:
     """Cut the rows of all ``ranks`` into micro-batches, the same on each rank. All of them must
     call.

@@ -36,7 +36,10 @@ class Route:
 
 
 def to_heads(
-    query: Tensor, key: Tensor, value: Tensor, ranks: Rank
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ranks: Rank,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange this rank's tokens of all heads for all tokens of its heads, in one message to each
     rank.

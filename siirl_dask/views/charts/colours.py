@@ -38,7 +38,9 @@ def class_of(number: int) -> str:
     """Return the CSS class of the colour of curve ``number``; dashed from the ninth on, whose
     colours come again.
     """
-    dashed = " dash" if number >= len(COLOURS) else ""
+    dashed = ""
+    if number >= len(COLOURS):
+        dashed = " dash"
     return f"r{number % len(COLOURS)}{dashed}"
 
 

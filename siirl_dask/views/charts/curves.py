@@ -67,10 +67,15 @@ def curve(records: Sequence[Record], line: Line, most: int | None = None) -> Cur
     A curve without points where there is no value.
     """
     series = series_of(records, line.phase, line.metric)
-    spread = dict(series_of(records, line.phase, line.spread)) if line.spread else {}
-    most = len(series) if most is None else most
+    spread = {}
+    if line.spread:
+        spread = dict(series_of(records, line.phase, line.spread))
+    if most is None:
+        most = len(series)
     points = thin(series, most, spread)
-    newest = series[-1][1] if series else 0.0
+    newest = 0.0
+    if series:
+        newest = series[-1][1]
     return Curve(line.label or line.metric, points, newest=newest)
 
 
@@ -88,8 +93,12 @@ def _lines(records: Sequence[Record], panel: Panel) -> list[Line]:
     for line in panel.lines:
         lines.append(line)
         for agent in agents_with(records, line.metric):
-            spread = f"{agent}/{line.spread}" if line.spread else ""
-            label = f"{agent}: {line.label}" if line.label else ""
+            spread = ""
+            if line.spread:
+                spread = f"{agent}/{line.spread}"
+            label = ""
+            if line.label:
+                label = f"{agent}: {line.label}"
             lines.append(replace(line, metric=f"{agent}/{line.metric}", label=label, spread=spread))
     return lines
 

@@ -28,7 +28,9 @@ def number(value: float | None, digits: int = 3) -> str:
         return f"{value:,.{max(0, digits - len(str(int(size))))}f}"
     if size < 100:
         return f"{value:.{digits}g}"
-    return f"{value:.0f}" if float(value).is_integer() else f"{value:.{max(1, digits - 3)}f}"
+    if float(value).is_integer():
+        return f"{value:.0f}"
+    return f"{value:.{max(1, digits - 3)}f}"
 
 
 def numbers(values: Sequence[float]) -> list[str]:
@@ -51,7 +53,9 @@ def size(nbytes: float | None) -> str:
     while left >= 999.5 and power < len(_UNITS) - 1:
         power = power + 1
         left = left / 1000
-    return f"{left:.0f} B" if not power else f"{left:.3g} {_UNITS[power]}"
+    if not power:
+        return f"{left:.0f} B"
+    return f"{left:.3g} {_UNITS[power]}"
 
 
 def duration(seconds: float | None) -> str:
@@ -66,4 +70,6 @@ def duration(seconds: float | None) -> str:
     if minutes < 60:
         return f"{int(seconds // 60)} min {int(seconds % 60)} s"
     hours, minute = divmod(minutes, 60)
-    return f"{hours} h {minute} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+    if hours < 48:
+        return f"{hours} h {minute} min"
+    return f"{hours // 24} d {hours % 24} h"

@@ -41,7 +41,9 @@ class Spacing:
         return sum(map(self._room, layer)) + self.apart * (len(layer) - 1)
 
     def _room(self, place: Place) -> int:
-        return self.bend if isinstance(place, Bend) else self.box
+        if isinstance(place, Bend):
+            return self.bend
+        return self.box
 
     def middles(self, layers: Sequence[Sequence[Place]], width: int) -> dict[Place, float]:
         """Return the middle of each place, from the left; every layer is centred in ``width``."""
@@ -68,7 +70,11 @@ class LayeredLayout:
         return next(depth for depth, layer in enumerate(self.layers) if place in layer)
 
     def route(
-        self, path: Sequence[Place], middles: Mapping[Place, float], tops: Sequence[int], high: int
+        self,
+        path: Sequence[Place],
+        middles: Mapping[Place, float],
+        tops: Sequence[int],
+        high: int,
     ) -> str:
         """Return the points of an edge's polyline: from the bottom of its source to the top of its
         target.
@@ -115,13 +121,16 @@ def _untangle(layers: list[list[Place]], paths: Iterable[Sequence[Place]]) -> No
             above[lower].append(upper)
             below[upper].append(lower)
     for sweep in range(_SWEEPS):
-        downwards = sweep % 2 == 0
-        order = range(1, len(layers)) if downwards else range(len(layers) - 2, -1, -1)
+        if sweep % 2 == 0:  # downwards
+            order = range(1, len(layers))
+            towards = -1
+            neighbours = above
+        else:
+            order = range(len(layers) - 2, -1, -1)
+            towards = 1
+            neighbours = below
         for index in order:
-            fixed = {
-                place: at for at, place in enumerate(layers[index - 1 if downwards else index + 1])
-            }
-            neighbours = above if downwards else below
+            fixed = {place: at for at, place in enumerate(layers[index + towards])}
             here = {place: at for at, place in enumerate(layers[index])}
             layers[index].sort(
                 key=lambda place: _mean([fixed[n] for n in neighbours[place]], here[place])
@@ -129,4 +138,6 @@ def _untangle(layers: list[list[Place]], paths: Iterable[Sequence[Place]]) -> No
 
 
 def _mean(values: Sequence[int], otherwise: int) -> float:
-    return sum(values) / len(values) if values else otherwise
+    if values:
+        return sum(values) / len(values)
+    return otherwise

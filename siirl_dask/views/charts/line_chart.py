@@ -84,11 +84,15 @@ def _scale(points: Sequence[Point], first: int, last: int) -> _Scale:
     low = min(point.low for point in points)
     high = max(point.high for point in points)
     if high / 2 - low / 2 < _LEAST:
-        apart = max(abs(low) / 10, _LEAST) if low else 1.0
+        apart = 1.0
+        if low:
+            apart = max(abs(low) / 10, _LEAST)
         low = low - apart
         high = high + apart
     else:
-        margin = (high - low) / 20 if math.isfinite(high - low) else 0.0
+        margin = 0.0
+        if math.isfinite(high - low):
+            margin = (high - low) / 20
         low = low - margin * (low < 0 or low > margin)
         high = high + margin
     return _Scale(first - (first == last) / 2, last + (first == last) / 2, low, high)
@@ -152,18 +156,18 @@ def _tooltips(curves: Sequence[Curve], scale: _Scale) -> Iterator[str]:
     places = [scale.x(column.step) for column in columns]
     edges = [LEFT, *((a + b) / 2 for a, b in pairwise(places)), WIDTH - _RIGHT]
     for at, column in enumerate(columns):
-        told = f"step {column.first:,}" + (
-            f" to {column.last:,}" if column.last > column.first else ""
-        )
+        tip = f"step {column.first:,}"
+        if column.last > column.first:
+            tip += f" to {column.last:,}"
         for curve in curves:
             here = _within(curve.points, column)
-            told += f"\n{number(here.mean)}  {curve.label}"
+            tip += f"\n{number(here.mean)}  {curve.label}"
             if here.low < here.high:
-                told += f", {number(here.low)} to {number(here.high)}"
+                tip += f", {number(here.low)} to {number(here.high)}"
         box = f'x="{edges[at]:.1f}" y="{_TOP}" width="{edges[at + 1] - edges[at]:.1f}"'
         yield (
             f'<rect class="tip" {box} '
-            f'height="{HEIGHT - _TOP - _BOTTOM}"><title>{safe(told)}</title></rect>'
+            f'height="{HEIGHT - _TOP - _BOTTOM}"><title>{safe(tip)}</title></rect>'
         )
 
 

@@ -82,7 +82,9 @@ def _panel(records: Sequence[Record], panel: Panel, steps: Sequence[int]) -> str
 
 def _key(curve: Curve) -> str:
     """Return a curve's name in its colour, and its first and newest value."""
-    first = f"{number(curve.points[0].mean)} to " if len(curve.points) > 1 else ""
+    first = ""
+    if len(curve.points) > 1:
+        first = f"{number(curve.points[0].mean)} to "
     name = f'<tspan class="key {class_of(curve.number)}">{safe(curve.label)}</tspan>'
     return f"{name} {first}{number(curve.newest)}"
 

@@ -77,7 +77,9 @@ def thin(
     their extremes: no value lies outside, nor one that is off by the step's ``spread``.
     """
     count = min(most, len(series))
-    bounds = [len(series) * number // count for number in range(count + 1)] if count else [0]
+    bounds = [0]
+    if count:
+        bounds = [len(series) * number // count for number in range(count + 1)]
     return [_point(series[begin:end], spread) for begin, end in pairwise(bounds)]
 
 
@@ -106,6 +108,8 @@ def series_of(records: Sequence[Record], phase: Phase, name: str) -> list[tuple[
 def _logged(records: Sequence[Record], phase: Phase, name: str) -> Iterator[tuple[int, float]]:
     for record in records:
         if record["phase"] == phase:
-            value = record["seconds"] if name == SECONDS else record["metrics"].get(name)
+            value = record["metrics"].get(name)
+            if name == SECONDS:
+                value = record["seconds"]
             if value is not None and math.isfinite(value):
                 yield record["step"], float(value)

@@ -23,6 +23,7 @@ _DASHES = ("solid", "dashed", "dotted", "dotdash")
 _CHOSEN = ("seconds/rollout", "tokens_per_second", "policy/grad_norm")
 _LEAST = 330  # pixels of a panel
 _NOISE = 1e-9  # what is never larger is rounding
+_FEW_POINTS = 30  # of a curve: its points are drawn larger
 
 
 class CurvesPanel:
@@ -61,15 +62,18 @@ class CurvesPanel:
         own = next(iter(runs.values()), ())
         names = other_metrics(own)
         for choice in self._choices:
-            absent = () if choice.value in names else (choice.value,)
-            options: list[str | tuple[Any, str]] = [*absent, *names]
+            options: list[str | tuple[Any, str]] = [*names]
+            if choice.value not in names:
+                options = [choice.value, *names]
             if choice.options != options:
                 choice.options = options
         for drawn, panel in zip(self._drawn, PANELS, strict=True):
             found = {name: curves(records, panel) for name, records in runs.items()}
             drawn.show(found)
             says_something = any(map(_says_something, found.values()))
-            drawn.root.visible = True if panel is REWARD else says_something
+            if panel is REWARD:
+                says_something = True
+            drawn.root.visible = says_something
         self._draw_free()
 
     def _draw_free(self) -> None:
@@ -92,7 +96,12 @@ class _Drawn:
         bands = Patches(xs="xs", ys="ys", fill_color="colour", fill_alpha=0.16, line_color=None)
         lines = MultiLine(xs="xs", ys="ys", line_color="colour", line_dash="dash", line_width=1.8)
         dots = Scatter(
-            x="x", y="y", size="size", fill_color="colour", line_color=None, fill_alpha=0.9
+            x="x",
+            y="y",
+            size="size",
+            fill_color="colour",
+            line_color=None,
+            fill_alpha=0.9,
         )
         # not figure.patches(), which makes three glyphs more of each
         self.figure.add_glyph(self._bands, bands)
@@ -106,9 +115,10 @@ class _Drawn:
             margin=(4, 5, 0, 8),
         )
         self._title = title
-        self.root = column(
-            *([self._head] if title else []), self.figure, sizing_mode="stretch_width"
-        )
+        parts: list[Any] = [self.figure]
+        if title:
+            parts = [self._head, self.figure]
+        self.root = column(parts, sizing_mode="stretch_width")
 
     def show(self, runs: Mapping[str, Sequence[Curve]]) -> None:
         lines = _no_lines()
@@ -117,25 +127,32 @@ class _Drawn:
         several = sum(bool(own) for own in runs.values()) > 1
         for number, (run, own) in enumerate(runs.items()):
             for index, curve in enumerate(own):
-                colour = LINES[(number if several else index) % len(LINES)]
+                colour = LINES[index % len(LINES)]
+                dash = "solid"
                 label = curve.label
                 if several:
-                    label = run if len(own) == 1 else f"{run}, {curve.label}"
+                    colour = LINES[number % len(LINES)]
+                    dash = _DASHES[index % len(_DASHES)]
+                    label = f"{run}, {curve.label}"
+                if several and len(own) == 1:
+                    label = run
                 lines["xs"].append(curve.steps)
                 lines["ys"].append(curve.values)
                 lines["colour"].append(colour)
-                lines["dash"].append(_DASHES[index % len(_DASHES)] if several else "solid")
+                lines["dash"].append(dash)
                 lines["label"].append(label)
                 if number == 0 and curve.has_band:
                     bands["xs"].append([*curve.steps, *reversed(curve.steps)])
                     bands["ys"].append([*curve.high, *reversed(curve.low)])
                     bands["colour"].append(colour)
-                few = len(curve.steps) <= 30
+                size = 2
+                if len(curve.steps) <= _FEW_POINTS:
+                    size = 5
                 points["x"] += curve.steps
                 points["y"] += curve.values
                 points["label"] += [label] * len(curve.steps)
                 points["colour"] += [colour] * len(curve.steps)
-                points["size"] += [5 if few else 2] * len(curve.steps)
+                points["size"] += [size] * len(curve.steps)
         self.figure.visible = bool(lines["xs"])
         self._bands.data = bands
         self._lines.data = lines

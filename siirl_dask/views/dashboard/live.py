@@ -22,7 +22,7 @@ class Stay(NamedTuple):
     """A time in which a worker's pulse had one place."""
 
     place: str
-    """Node, or what the worker told of."""
+    """Node, or another place that the worker reported."""
     waits: bool
     start: float
     """Seconds of the caller's clock."""
@@ -48,8 +48,12 @@ class Live:
         for worker, own in self.stays.items():
             beats, where, waits = readings[worker]
             node = node_of(where)
-            place = node if node else IDLE
-            last = own[-1] if own else None
+            place = IDLE
+            if node:
+                place = node
+            last = None
+            if own:
+                last = own[-1]
             if last is not None and (last.place, last.waits) == (place, waits):
                 own[-1] = Stay(place, waits, last.start, now, beats)
             else:
@@ -66,14 +70,14 @@ class Live:
             return 0.0
         last = own[-1]
         before = next((stay for stay in reversed(own) if stay.end <= last.end - seconds), own[0])
-        return (
-            max(0.0, (last.beats - before.beats) / (last.end - before.end))
-            if last.end > before.end
-            else 0.0
-        )
+        if last.end > before.end:
+            return max(0.0, (last.beats - before.beats) / (last.end - before.end))
+        return 0.0
 
 
 def node_of(place: str) -> str:
     """Return the node that a place names, or the place itself, which may be empty."""
     found = _NODE.match(place)
-    return found[1] if found else place
+    if found:
+        return found[1]
+    return place

@@ -53,7 +53,9 @@ def metrics_tail(url: str, most: int, most_bytes: int = _MOST_BYTES) -> list[Rec
     try:
         fs, path = open_fs(name)
         size = int(fs.info(path)["size"] or 0)
-        text = fs.cat_file(path, start=max(0, size - most_bytes), end=size) if size else b""
+        text = b""
+        if size:
+            text = fs.cat_file(path, start=max(0, size - most_bytes), end=size)
     except FileNotFoundError:
         return []
     except StorageError as error:

@@ -151,7 +151,9 @@ class Page:
         held: Held[Summary] = self._reader.get(
             ("summary", run.url), lambda: read_summary(run.url), run.plugin
         )
-        return None if held.value is None else RunEnding.of(held.value)
+        if held.value is None:
+            return None
+        return RunEnding.of(held.value)
 
     def _forget(self) -> None:
         """Draw everything again: the viewer has chosen another run."""
@@ -173,11 +175,11 @@ class Page:
         return True
 
     def _show_curves(self, run: LiveRun) -> None:
-        beside: Held[list[str]] = self._reader.get(
+        siblings: Held[list[str]] = self._reader.get(
             ("beside", run.url), lambda: runs_beside(run.url), soon=_OTHERS
         )
-        if beside.value is not None:
-            self._top.offer_others(beside.value)
+        if siblings.value is not None:
+            self._top.offer_others(siblings.value)
         earlier = self._metrics(run.url)
         others = {name: self._metrics(_beside(run.url, name)) for name in self._top.others}
         version = (
@@ -187,8 +189,12 @@ class Page:
             *((name, held.version) for name, held in others.items()),
         )
         if self._is_new("curves", version):
-            before = [] if not run.records else _before(earlier.value or [], run.records[0])
-            shown = {run.name: merged(before, run.records) if run.records else earlier.value or []}
+            records: list[Record] = []
+            if earlier.value:
+                records = earlier.value
+            if run.records:
+                records = merged(_before(records, run.records[0]), run.records)
+            shown = {run.name: records}
             self._curves.show(shown | {name: held.value or [] for name, held in others.items()})
 
     def _metrics(self, url: str) -> Held[list[Record]]:
@@ -203,12 +209,12 @@ class Page:
         held: Held[Traced | None] = self._reader.get(("trace", run.url), read, run.version)
         traced = held.value
         if self._is_new("trace", (run.url, traced, held.remark)):
-            nodes = traced.nodes if traced else ()
-            self._timeline.show(
-                traced.timeline if traced else None, nodes, _title(traced), held.remark
-            )
+            title = _title(traced)
             if traced:
+                self._timeline.show(traced.timeline, traced.nodes, title, held.remark)
                 self._workers.show_traced(traced.moved, traced.requests)
+            else:
+                self._timeline.show(None, (), title, held.remark)
         return traced
 
     def _show_samples(self, run: LiveRun) -> None:
@@ -238,13 +244,16 @@ class Page:
 
     def _show_pulses(self, run: LiveRun, now: float) -> None:
         if now - self._pulses_at < self._source.pulse_seconds() - _EVERY_MS / 2000:
-            return  # workers have told nothing since
+            return  # workers have reported nothing since
         self._pulses_at = now
         pulses = self._source.pulses(run)
         if self._source.goes_on(run):
             run.live.note(now, pulses.readings)
         traced: Held[Traced | None] = self._reader.known(("trace", run.url))
-        self._timeline.show_now(run.live, now, traced.value.nodes if traced.value else ())
+        nodes: Sequence[str] = ()
+        if traced.value:
+            nodes = traced.value.nodes
+        self._timeline.show_now(run.live, now, nodes)
         self._workers.show_states(pulses.states)
 
     def _silent(self, run: LiveRun, now: float) -> float:
@@ -267,7 +276,9 @@ def _read_trace(url: str, step: int, before: Traced | None) -> Traced | None:
     nothing since.
     """
     bounds = {"most_bytes": _MOST_BYTES, "most_parts": _MOST_PARTS}
-    known = before.parts if before else None
+    known = None
+    if before:
+        known = before.parts
     trace = read_newest(url, _steps(step)[-_STEPS - 1 :], **bounds, counts=_COUNTS, known=known)
     if trace is None:
         return before
@@ -319,7 +330,9 @@ def _title(traced: Traced | None) -> str:
     waits = ""
     if longest is not None:
         nanoseconds, worker, name, cause = longest
-        whom = f" for worker {html.escape(cause)}" if cause else ""
+        whom = ""
+        if cause:
+            whom = f" for worker {html.escape(cause)}"
         waits = (
             f", longest wait: worker {html.escape(worker)} {nanoseconds / 1e9:.2f} s at "
             f"{html.escape(name)}{whom}"
@@ -328,7 +341,7 @@ def _title(traced: Traced | None) -> str:
 
 
 def _before(earlier: Sequence[Record], first: Record) -> list[Record]:
-    """Return the records of steps before the first that this scheduler was told of."""
+    """Return the records of steps before the first that this scheduler has a report of."""
     return [record for record in earlier if record["step"] < first["step"]]
 
 

@@ -43,11 +43,9 @@ class Held(Generic[T]):
         if self.error:
             return self.error
         waited = time.monotonic() - self.read_at
-        return (
-            f"the run's folder has not answered for {waited:.0f} s"
-            if self.reading and waited > _SLOW
-            else ""
-        )
+        if self.reading and waited > _SLOW:
+            return f"the run's folder has not answered for {waited:.0f} s"
+        return ""
 
 
 class Reader:
@@ -75,7 +73,7 @@ class Reader:
         soon: float = 1.0,
         seldom: float = 20.0,
     ) -> Held[T]:
-        """Return what is known under ``key``, and have ``read`` get it anew, in a thread, from time
+        """Return what is known under ``key``, and have ``read`` get it again, in a thread, from time
         to time.
 
         That is ``soon`` seconds after it was read when ``tag`` has changed since, and otherwise
@@ -97,7 +95,10 @@ class Reader:
             held.pause = min(seldom, max(soon, 2 * held.pause))
             # a daemon: a store that never answers must not keep the process from ending
             thread = threading.Thread(
-                target=_fill, args=(held, read), name="siirl-page", daemon=True
+                target=_fill,
+                args=(held, read),
+                name="siirl-page",
+                daemon=True,
             )
             self._threads = [*(one for one in self._threads if one.is_alive()), thread]
             thread.start()

@@ -69,7 +69,10 @@ class SamplesPanel:
         )
         self._colour.on_change("active", lambda attribute, old, new: self._draw())
         self._caption = Div(
-            text="", name="samples remark", stylesheets=[TEXTS], sizing_mode="stretch_width"
+            text="",
+            name="samples remark",
+            stylesheets=[TEXTS],
+            sizing_mode="stretch_width",
         )
         self.source = ColumnDataSource({name: [] for name in _COLUMNS}, name="sample rows")
         self.source.selected.on_change("indices", lambda attribute, old, new: self._click(new))
@@ -88,7 +91,10 @@ class SamplesPanel:
         )  # fmt: skip
         redraw_rows(self._table)
         self._detail = Div(
-            text=_HINT, name="sample", stylesheets=[TEXTS], sizing_mode="stretch_width"
+            text=_HINT,
+            name="sample",
+            stylesheets=[TEXTS],
+            sizing_mode="stretch_width",
         )
         bar = grid([self._choice, self._caption], least=330)
         wide = column(self._table, sizing_mode="stretch_width", styles={"overflow-x": "auto"})
@@ -103,15 +109,19 @@ class SamplesPanel:
         """Show samples; ``remark`` says why there is nothing new."""
         self._rows = list(rows or ())
         steps = sorted({one.step for one in self._rows})
-        which = (
-            ""
-            if not steps
-            else f"{len(self._rows)} of step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
-        )
+        which = ""
+        if steps:
+            which = (
+                f"{len(self._rows)} of step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+            )
         none = ""
         if rows is not None and not rows:
-            none = "none yet" if self.choice is Choice.NEWEST else "none in the last steps"
-        bad = f' <span class="bad">{html.escape(remark)}</span>' if remark else ""
+            none = "none in the last steps"
+            if self.choice is Choice.NEWEST:
+                none = "none yet"
+        bad = ""
+        if remark:
+            bad = f' <span class="bad">{html.escape(remark)}</span>'
         self._caption.text = f'<span class="soft">{which or none}</span>{bad}'
         self._columns["turns"].visible = any(one.turns is not None for one in self._rows)
         self._columns["parts"].visible = any(one.parts for one in self._rows)
@@ -134,9 +144,10 @@ class SamplesPanel:
         """Show a sample as a whole; ``remark`` says why there is none."""
         self._shown = seen
         if seen is None:
-            self._detail.text = (
-                f'<span class="bad">{html.escape(remark)}</span>' if remark else _HINT
-            )
+            hint = _HINT
+            if remark:
+                hint = f'<span class="bad">{html.escape(remark)}</span>'
+            self._detail.text = hint
         else:
             self._draw()
 
@@ -190,12 +201,15 @@ def _detail(seen: Seen, colour: str) -> str:
         if value
     )
     response, remark = _response(sample, pieces, colour)
-    cut = " It is longer than what is shown." if sample.cut else ""
+    cut = ""
+    if sample.cut:
+        cut = " It is longer than what is shown."
     texts = [
         ("prompt", thumbnails(seen.pictures) + _prompt(one.prompt)),
         (f"response. {remark}{cut}", response),
     ]
-    texts += [("answer", plain_text(one.answer))] if one.answer else []
+    if one.answer:
+        texts.append(("answer", plain_text(one.answer)))
     boxes = (
         f"<div><span class='soft'>{html.escape(name)}</span>{text}</div>" for name, text in texts
     )
@@ -231,7 +245,10 @@ _Draw = Callable[[Sequence[tuple[str, int]], int], str]
 
 
 def _colours(
-    sample: WholeSample, own: Sequence[int], known: bool, colour: str
+    sample: WholeSample,
+    own: Sequence[int],
+    known: bool,
+    colour: str,
 ) -> tuple[str, _Draw | None]:
     """Return a sentence on the colours of the policy's ``own`` tokens, and what gives them; None
     for no colours.
@@ -281,7 +298,9 @@ def _turns(
             yield _said("the history was rewritten: another segment", "")
         if span.own:
             turn += 1
-            reward = "" if span.reward is None else f", reward {_number(span.reward)}"
+            reward = ""
+            if span.reward is not None:
+                reward = f", reward {_number(span.reward)}"
             shown = plain_text(text) if draw is None else draw(own, span.start)
             yield _said(f"{sample.row.agent or POLICY}, turn {turn}{reward}", shown)
         else:
@@ -302,11 +321,15 @@ def _one_line(text: str) -> str:
 
 
 def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else float(value)
+    if value is None:
+        return math.nan
+    return float(value)
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    if value is None:
+        return ""
+    return f"{value:.4g}"
 
 
 def _parts(one: SampleRow) -> str:

@@ -27,7 +27,7 @@ class SchedulerSource:
         self._scheduler = scheduler
 
     def refresh(self) -> None:
-        """Do nothing: what is told is in the store at once."""
+        """Do nothing: what a run reports is in the store at once."""
 
     def goes_on(self, run: LiveRun) -> bool:
         """Return whether the run is under way: its supervisor leaves with it, however it ends."""
@@ -40,7 +40,7 @@ class SchedulerSource:
         return heartbeat_seconds(len(self._scheduler.workers))
 
     def pulses(self, run: LiveRun) -> Pulses:
-        """Return what the workers' last heartbeats told."""
+        """Return what the workers reported with their last heartbeats."""
         readings = {}
         states = []
         for member, address in run.members.items():

@@ -14,7 +14,7 @@ from siirl_dask.views.dashboard.workers_panel import WorkerState
 
 @dataclass(frozen=True, slots=True)
 class Pulses:
-    """Readings of the workers of a run, as they told them last."""
+    """Newest readings that the workers of a run have reported."""
 
     readings: Mapping[str, tuple[int, str, bool]] = field(default_factory=dict)
     """Things done, place, and whether it waits, of each worker."""
@@ -37,9 +37,9 @@ class PageSource(Protocol):
         ...
 
     def pulse_seconds(self) -> float:
-        """Return the seconds after which workers have told something new."""
+        """Return the seconds between two reports of a worker."""
         ...
 
     def pulses(self, run: LiveRun) -> Pulses:
-        """Return what the run's workers told last."""
+        """Return the newest reports of the run's workers."""
         ...

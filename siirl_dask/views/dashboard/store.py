@@ -46,7 +46,9 @@ class RunEnding:
     def of(summary: Summary) -> RunEnding:
         """Return what a run's summary says."""
         failure = summary.failure
-        resume = None if failure is None else failure.resume
+        resume = None
+        if failure is not None:
+            resume = failure.resume
         return RunEnding(
             status=str(summary.status),
             error=(summary.error or "")[:_LONGEST],
@@ -80,7 +82,7 @@ class LiveRun:
     ended: RunEnding | None = None
     """How it ended; None while it goes on, and where it has not said."""
     version: int = 0
-    """Grows with whatever is told of the run."""
+    """Grows with each report of the run."""
     shown: int = -1
     """The version of its end that a browser has got."""
     looked_at: float = float("-inf")
@@ -88,7 +90,7 @@ class LiveRun:
 
     @property
     def step(self) -> int:
-        """The newest step that was told of; 0 before the first."""
+        """The newest step that was reported; 0 before the first."""
         return max((record["step"] for record in self.records[-3:]), default=0)
 
 
@@ -97,7 +99,9 @@ class RunStore:
 
     def __init__(self, reader: Reader | None = None) -> None:
         self.runs: OrderedDict[str, LiveRun] = OrderedDict()
-        self.reader = Reader() if reader is None else reader
+        if reader is None:
+            reader = Reader()
+        self.reader = reader
         """Reads their folders, for all viewers together."""
 
     def begin(self, about: Mapping[str, Any]) -> None:
@@ -124,9 +128,13 @@ class RunStore:
             str(worker): str(address) for worker, address in list(members.items())[:_MOST_MEMBERS]
         }
         steps = about.get("steps")
-        run.steps = steps if isinstance(steps, int) else 0
+        if not isinstance(steps, int):
+            steps = 0
+        run.steps = steps
         tokenizer = about.get("tokenizer")
-        run.tokenizer = tokenizer if isinstance(tokenizer, str) else ""
+        if not isinstance(tokenizer, str):
+            tokenizer = ""
+        run.tokenizer = tokenizer
         run.records = [record for record in run.records if record["step"] <= done and done]
         run.tokens = {}
         run.live = Live()

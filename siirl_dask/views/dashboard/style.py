@@ -276,5 +276,7 @@ def redraw_rows(table: DataTable) -> None:
 
 def colour_of(node: str, nodes: Sequence[str]) -> str:
     """Return a node's colour: by its place among ``nodes``, or for another one by its name."""
-    number = nodes.index(node) if node in nodes else zlib.crc32(node.encode())
+    number = zlib.crc32(node.encode())
+    if node in nodes:
+        number = nodes.index(node)
     return _NODES[number % len(_NODES)]

@@ -120,32 +120,33 @@ class Leaves:
         return self._known[worker]
 
     def last_working(self) -> TraceSpan | None:
-        """Return the leaf that ends last of those that are no waits; of several the first worker's.
-        None without any.
+        """Return the leaf that ends last, waits left out; where several do, that of the first worker.
+        None where there is none.
 
-        A worker's leaves end with its chain at the latest: they are found for as few workers as can
-        have the last one.
+        No leaf of a worker ends after its chain: leaves are only found for workers whose chains end
+        late enough to have the last one.
         """
         ends = {
             name: max((span.end for span in spans if not span.beside), default=0)
             for name, spans in self._spans.items()
         }
         last: TraceSpan | None = None
-        place = 0
+        last_number = 0
         for number, name in sorted(enumerate(ends), key=lambda one: (-ends[one[1]], one[0])):
-            if last is not None and (last.end, -place) > (ends[name], -number):
+            if last is not None and (last.end, -last_number) > (ends[name], -number):
                 break
-            if own := self[name]:
+            own = self[name]
+            if own:
                 found = _working(own)
-                if last is None or (found.end, -number) > (last.end, -place):
+                if last is None or (found.end, -number) > (last.end, -last_number):
                     last = found
-                    place = number
+                    last_number = number
         return last
 
 
 def leaf_spans(spans: Sequence[TraceSpan]) -> Iterator[TraceSpan]:
-    """Yield a worker's chain as spans that follow one another: of each span the parts that none
-    lies within.
+    """Yield a worker's chain as spans that follow one another: of each span the parts in which no
+    other span lies.
     """
     around: list[TraceSpan] = []
     at = 0
@@ -189,11 +190,15 @@ def critical_path(leaves: Leaves, causes: WaitCauses) -> list[TraceSpan]:
         if span is None:
             break
         end = min(span.end, until)
-        cause = causes.of(span) if span.lane is Lane.WAIT else ""
+        cause = ""
+        if span.lane is Lane.WAIT:
+            cause = causes.of(span)
         if cause and cause != worker and cause in leaves:
             made = causes.made(span)
             worker = cause
-            until = min(end, made.end if made else end)
+            until = end
+            if made:
+                until = min(end, made.end)
             if until > span.start:
                 continue
             worker = span.worker  # it had been there before the wait began
@@ -209,7 +214,9 @@ def _joined(path: Sequence[Stretch], least: float) -> list[Stretch]:
     """
     joined: list[Stretch] = []
     for one in path:
-        before = joined[-1] if joined else None
+        before = None
+        if joined:
+            before = joined[-1]
         if (
             before is not None
             and before.worker == one.worker
@@ -236,13 +243,20 @@ def _last_before(own: Sequence[TraceSpan], until: int) -> TraceSpan | None:
     high = len(own)
     while low < high:
         middle = (low + high) // 2
-        low, high = (middle + 1, high) if own[middle].start < until else (low, middle)
-    return own[low - 1] if low else None
+        if own[middle].start < until:
+            low = middle + 1
+        else:
+            high = middle
+    if low:
+        return own[low - 1]
+    return None
 
 
 def _part(span: TraceSpan, start: int, end: int) -> TraceSpan:
     """Return what is left of a span of the chain, under the name that it is shown with."""
-    name = OWN if span.lane is Lane.CONTROL else span.name
+    name = span.name
+    if span.lane is Lane.CONTROL:
+        name = OWN
     return span._replace(name=name, start=start, duration=end - start)
 
 

@@ -72,7 +72,12 @@ class TimelinePanel:
         self._past.toolbar.logo = None
         bars = self._past.add_glyph(self._bars, _hbar("y", "height"))
         path = HBar(
-            y="y", left="left", right="right", height=0.09, fill_color=CRITICAL, line_color=None
+            y="y",
+            left="left",
+            right="right",
+            height=0.09,
+            fill_color=CRITICAL,
+            line_color=None,
         )
         self._past.add_glyph(self._path, path)
         hover_over(self._past, [bars])
@@ -80,7 +85,11 @@ class TimelinePanel:
         stays = [("worker", "@worker"), ("", "@name"), ("for", "@seconds{0.0} s"), ("", "@note")]
         self._stays = ColumnDataSource(_no_stays(), name="live bars")
         self._now = plot(
-            "", stays, y_range=self._lanes_now, x_range=Range1d(start=-_SECONDS, end=0), height=120
+            "",
+            stays,
+            y_range=self._lanes_now,
+            x_range=Range1d(start=-_SECONDS, end=0),
+            height=120,
         )
         shown = self._now.add_glyph(self._stays, _hbar("worker", _HEIGHT))
         hover_over(self._now, [shown])
@@ -89,7 +98,10 @@ class TimelinePanel:
             fig.ygrid.visible = False
             fig.min_border_left = 70
         self._caption = Div(
-            text="", name="timeline remark", stylesheets=[TEXTS], sizing_mode="stretch_width"
+            text="",
+            name="timeline remark",
+            stylesheets=[TEXTS],
+            sizing_mode="stretch_width",
         )
         self._key = Div(text="", stylesheets=[TEXTS], sizing_mode="stretch_width")
         self.root = column(
@@ -104,9 +116,10 @@ class TimelinePanel:
         """Show steps of a trace; ``nodes`` is the order of their colours, ``remark`` why there
         is nothing new.
         """
-        self._caption.text = title + (
-            f' <span class="bad">{html.escape(remark)}</span>' if remark else ""
-        )
+        caption = title
+        if remark:
+            caption += f' <span class="bad">{html.escape(remark)}</span>'
+        self._caption.text = caption
         if past is None:
             self._bars.data = _no_bars()
             self._path.data = {name: [] for name in self._path.data}
@@ -147,7 +160,7 @@ class TimelinePanel:
         self._key.text = _key(past, nodes)
 
     def show_now(self, live: Live, now: float, nodes: Sequence[str]) -> None:
-        """Show where workers are at ``now``, a time of the clock by which ``live`` was told."""
+        """Show where workers are at ``now``, by the clock of the times in ``live``."""
         workers = in_order(live.stays)[:MOST_LANES]
         stays = [(worker, stay) for worker in workers for stay in live.stays[worker]]
         data: Columns = {
@@ -233,11 +246,15 @@ def _opacity(stay: Stay) -> float:
     """Return how opaque a stay is drawn: faint where the worker does nothing."""
     if stay.waits:
         return 0.15
-    return 0.05 if stay.place == IDLE else 0.95
+    if stay.place == IDLE:
+        return 0.05
+    return 0.95
 
 
 def _colour(bar: Bar, nodes: Sequence[str]) -> str:
-    return colour_of(bar.name, nodes) if bar.lane is Lane.COMPUTE else _LANES[bar.lane]
+    if bar.lane is Lane.COMPUTE:
+        return colour_of(bar.name, nodes)
+    return _LANES[bar.lane]
 
 
 def _kind(bar: Bar) -> str:
@@ -259,9 +276,7 @@ def _key(past: Timeline, nodes: Sequence[str]) -> str:
     boxes = (
         f'<span class="key" style="{style}"></span>{html.escape(name)}' for name, style in entries
     )
-    left = (
-        f'<span class="soft">&nbsp; {past.left_out:,} bars too short to be seen are left out</span>'
-        if past.left_out
-        else ""
-    )
+    left = ""
+    if past.left_out:
+        left = f'<span class="soft">&nbsp; {past.left_out:,} bars too short to be seen are left out</span>'
     return "".join(boxes) + left

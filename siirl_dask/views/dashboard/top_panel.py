@@ -200,14 +200,14 @@ def _learns(records: Sequence[Record]) -> Iterator[str]:
     if len(values) > _ENDS:
         change = f"reward {number(first)} &rarr; {number(last)}"
     yield f"<p class='big'>{change}</p><p class='spark'>{sparkline(rewards, _SPARK)}</p>"
-    told = [f"means of {counted(count, 'step')}"]
+    scores = [f"means of {counted(count, 'step')}"]
     checked = [value for _, value in series_of(records, Phase.VALIDATION, "reward/mean")]
     if checked:
-        told.append(f"validation {number(checked[0])} &rarr; {number(checked[-1])}")
+        scores.append(f"validation {number(checked[0])} &rarr; {number(checked[-1])}")
     tested = [value for _, value in series_of(records, Phase.TEST, "reward/mean")]
     if tested:
-        told.append(f"test {number(tested[-1])}")
-    yield f"<p class='soft'>{' &middot; '.join(told)}</p>"
+        scores.append(f"test {number(tested[-1])}")
+    yield f"<p class='soft'>{' &middot; '.join(scores)}</p>"
 
 
 def _healthy(run: LiveRun, head: Head, drifts: Sequence[str]) -> Iterator[str]:
@@ -229,15 +229,16 @@ def _healthy(run: LiveRun, head: Head, drifts: Sequence[str]) -> Iterator[str]:
 
 def _slowest(head: Head) -> Iterator[str]:
     if head.ending is not None and head.ending.slowest is not None:
-        told = head.ending.slowest
+        of_run = head.ending.slowest
         yield (
-            f"<span class='soft'>slowest</span> node <b>{html.escape(told.node)}</b> on worker "
-            f"<b>{html.escape(told.worker)}</b>: <b>{told.share:.0%}</b> of the time"
+            f"<span class='soft'>slowest</span> node <b>{html.escape(of_run.node)}</b> on worker "
+            f"<b>{html.escape(of_run.worker)}</b>: <b>{of_run.share:.0%}</b> of the time"
         )
         return
     if head.found is None:
         return
-    if (slowest := head.found.slowest) is not None:
+    slowest = head.found.slowest
+    if slowest is not None:
         yield (
             f"<span class='soft'>slowest</span> node <b>{html.escape(slowest.node)}</b> on worker "
             f"<b>{html.escape(slowest.worker)}</b>: {duration(slowest.seconds)} a step, "
@@ -263,7 +264,9 @@ def _says(sample: HeadSample) -> Iterator[str]:
 
 def _short(text: str) -> str:
     line = " ".join(text.split())
-    return html.escape(line if len(line) <= _TEXT else f"{line[: _TEXT - 1]}\u2026")
+    if len(line) > _TEXT:
+        line = f"{line[: _TEXT - 1]}\u2026"
+    return html.escape(line)
 
 
 def _time(run: LiveRun, head: Head) -> Iterator[str]:
@@ -277,19 +280,21 @@ def _time(run: LiveRun, head: Head) -> Iterator[str]:
         yield "<p class='big'>the first step is under way</p>"
     else:
         yield f"<p class='big'>about {duration(max(left, 1.0))} left</p>"
-    share = min(1.0, run.step / run.steps) if run.steps else 0.0
+    share = 0.0
+    if run.steps:
+        share = min(1.0, run.step / run.steps)
     yield f"<div class='bar'><i style='width:{100 * share:.1f}%'></i></div>"
-    told = [f"step {run.step} of {run.steps}"]
+    facts = [f"step {run.step} of {run.steps}"]
     if head.goes_on and run.seconds:
-        told.append(f"{duration(run.seconds)} so far")
+        facts.append(f"{duration(run.seconds)} so far")
     recent = series_of(run.records[-2 * _RECENT :], Phase.TRAIN, "step_seconds")
     if recent:
         mean = sum(value for _, value in recent) / len(recent)
-        told.append(f"{duration(mean)} a step")
+        facts.append(f"{duration(mean)} a step")
     speed = latest(run.records).get("tokens_per_second")
     if speed is not None:
-        told.append(f"{number(speed)} tokens/s")
-    yield f"<p class='soft'>{' &middot; '.join(told)}</p>"
+        facts.append(f"{number(speed)} tokens/s")
+    yield f"<p class='soft'>{' &middot; '.join(facts)}</p>"
 
 
 def _seconds_left(run: LiveRun) -> float | None:

@@ -113,7 +113,11 @@ class WorkersPanel:
             y_range=DataRange1d(start=0),
         )
         lines = self._requests.multi_line(
-            "xs", "ys", source=self._engine, line_color="colour", line_width=1.6
+            "xs",
+            "ys",
+            source=self._engine,
+            line_color="colour",
+            line_width=1.6,
         )
         hover_over(self._requests, [lines])
         self._requests.xaxis.axis_label = "seconds"
@@ -257,8 +261,12 @@ def _format(name: str) -> dict[str, Any]:
 
 def _engine(load: Work) -> str:
     """Return the queue of an engine, and the use of its cache where it has a bounded one."""
-    cache = f", {load.cache:.0%}" if load.cache else ""
-    return f"{load.requests}, {load.waiting} waiting{cache}" if load.requests or cache else ""
+    cache = ""
+    if load.cache:
+        cache = f", {load.cache:.0%}"
+    if load.requests or cache:
+        return f"{load.requests}, {load.waiting} waiting{cache}"
+    return ""
 
 
 def engine_requests(spans: Sequence[TraceSpan], first: int) -> dict[str, list[tuple[float, int]]]:

@@ -73,12 +73,10 @@ def _link(link: Link) -> tuple[tuple[str, str], ...]:
         case LoadPrompts(name):
             return (("load", name),)
         case RunNode(node, early=early):
-            begins = (
-                ()
-                if early is None
-                else (("begin", f"{node.name} with finished rows of {early.node}"),)
-            )
-            return (("run", node.name), *begins)
+            run = ("run", node.name)
+            if early is None:
+                return (run,)
+            return (run, ("begin", f"{node.name} with finished rows of {early.node}"))
         case Restore(node, table):
             return (("restore", f"{node.name} from {table}"),)
         case Send(edge):

@@ -92,7 +92,9 @@ def _drawing(phase: str, plan: Plan, sizes: TableSizes) -> _Drawing:
         top += _SPACING.high + _DOWN + sum(labels[ends].height + 4 for ends in leaving)
     for ends, path in layout.paths.items():
         route = layout.route(path, x, down, _SPACING.high)
-        style = "edge moved" if ends in moving else "edge"
+        style = "edge"
+        if ends in moving:
+            style = "edge moved"
         title = f"<title>{safe(labels[ends].full)}</title>"
         lines.append(
             f'<polyline class="{style}" points="{route}" marker-end="url(#tip)">{title}</polyline>'
@@ -140,28 +142,41 @@ def _colour(plan: Plan, role: str) -> str:
 def _label(plan: Plan, ends: tuple[str, ...], edge: Edge | None, size: Estimate) -> _Label:
     source, target = ends[:2]
     suppliers = plan.flow[target].sources
-    names = (
-        edge.schema.names
-        if edge
-        else [name for name, supplier in suppliers.items() if supplier == source]
-    )
+    names = [name for name, supplier in suppliers.items() if supplier == source]
+    if edge:
+        names = edge.schema.names
     marked = [
         f"{name}?" if name in size.unknown else name for name in names if name not in IDENTITY
     ]
-    columns = ", ".join(marked) if marked else "row ids only"
+    columns = "row ids only"
+    if marked:
+        columns = ", ".join(marked)
     if edge is None:
         return _Label((_cut(columns),), f"{source} to {target}, rows stay: {columns}")
-    what = "groups" if edge.by_group else "rows"
-    rows = f"? {what}" if size.rows is None else f"{size.rows} {what}"
-    policy = f"{edge.rows}{' by minibatch' if edge.by_minibatch else ''}"
-    policy += " in parts" if plan.streams.get(source) == target else ""
-    amount = "? bytes" if size.bytes is None else f"at most {readable_bytes(size.bytes)}"
-    moved = f"{rows} {policy}, {amount}{' and ?' if size.unknown and size.bytes else ''}"
+    what = "rows"
+    if edge.by_group:
+        what = "groups"
+    rows = f"? {what}"
+    if size.rows is not None:
+        rows = f"{size.rows} {what}"
+    policy = str(edge.rows)
+    if edge.by_minibatch:
+        policy += " by minibatch"
+    if plan.streams.get(source) == target:
+        policy += " in parts"
+    amount = "? bytes"
+    if size.bytes is not None:
+        amount = f"at most {readable_bytes(size.bytes)}"
+    if size.unknown and size.bytes:
+        amount += " and ?"
+    moved = f"{rows} {policy}, {amount}"
     return _Label((_cut(columns), _cut(moved)), f"{source} to {target}, {moved}: {columns}")
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 2]} …"
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST - 2]} …"
 
 
 def _text(label: _Label, middle: float, top: int, width: int) -> str:
@@ -192,7 +207,9 @@ def _box(plan: Plan, name: str, middle: float, top: int) -> str:
         saved = ", stage"
     letters = int(_SPACING.box / _LETTER)
     function = short_name(node.fn)
-    shown = function if len(function) <= letters else f"… {function.rpartition('.')[2]}"[:letters]
+    shown = function
+    if len(function) > letters:
+        shown = f"… {function.rpartition('.')[2]}"[:letters]
     return (
         f'<rect class="box" x="{left:.0f}" y="{top}" width="{_SPACING.box}" '
         f'height="{_SPACING.high}" rx="6" fill="{colour}"/><text class="name" x="{middle:.0f}" '

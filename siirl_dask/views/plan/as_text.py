@@ -147,7 +147,9 @@ def _chain(chain: Chain) -> str:
             case Save(table=table) | SaveState(table=table):
                 notes["saves"].append(table)
     finish()
-    return " > ".join(steps) if steps else "nothing"
+    if steps:
+        return " > ".join(steps)
+    return "nothing"
 
 
 def _edges(
@@ -169,9 +171,13 @@ def _edges(
         if edge is not None and edge.moves:
             where = _ends(edge, plan, workers)
             columns = [name for name in edge.schema.names if name not in IDENTITY]
-            at_most = "?" if size.bytes is None else f"<= {readable_bytes(size.bytes)}"
+            at_most = "?"
+            if size.bytes is not None:
+                at_most = f"<= {readable_bytes(size.bytes)}"
         else:
-            where = "local" if edge is None else "local, guide"
+            where = "local, guide"
+            if edge is None:
+                where = "local"
             at_most = "-"
             columns = [
                 name
@@ -179,7 +185,9 @@ def _edges(
                 if node == source and name not in IDENTITY
             ]
         marked = ", ".join(f"{name}?" if name in size.unknown else name for name in columns)
-        count = "?" if size.rows is None else str(size.rows)
+        count = "?"
+        if size.rows is not None:
+            count = str(size.rows)
         rows.append((f"{source} -> {target}", f"{count} {policy}", where, at_most, marked or "-"))
     return table(("edge", "rows", "workers", "bytes", "columns"), rows)
 

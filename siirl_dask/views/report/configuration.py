@@ -63,4 +63,6 @@ def _values(config: Config | None) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}..."

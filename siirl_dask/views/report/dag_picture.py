@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from siirl_dask.observe.trace.measured import Measured
+from siirl_dask.observe.trace.step_averages import Measured
 from siirl_dask.views.charts.colours import COLOURS
 from siirl_dask.views.charts.figures import duration, size
 from siirl_dask.views.charts.layers import LayeredLayout, Place, Spacing, lay_out
@@ -43,7 +43,9 @@ class Drawable:
                 continue
             name = str(node["name"])
             after = node.get("after")
-            parents = [str(parent) for parent in after] if isinstance(after, list) else []
+            parents = []
+            if isinstance(after, list):
+                parents = [str(parent) for parent in after]
             edges |= {(parent, name): None for parent in parents if parent in nodes}
             nodes[name] = str(node.get("role")), str(node.get("run")).rpartition(":")[2]
         order = {name: index for index, name in enumerate(nodes)}
@@ -52,7 +54,9 @@ class Drawable:
             if source in order and target in order and order[source] < order[target]:
                 edges[source, target] = None
         roles = [str(role) for role in dag["roles"]]
-        return Drawable(roles, nodes, list(edges)) if 0 < len(nodes) <= _MOST else None
+        if 0 < len(nodes) <= _MOST:
+            return Drawable(roles, nodes, list(edges))
+        return None
 
 
 def draw_dag(dag: Drawable, measured: Measured | None) -> str:
@@ -68,11 +72,13 @@ def draw_dag(dag: Drawable, measured: Measured | None) -> str:
     labels = []
     for (source, target), path in layout.paths.items():
         names = (f"{source}->{target}", f"{source}->{target}{_BY_GROUP}")
-        found = (
-            [measured.edges[name] for name in names if name in measured.edges] if measured else []
-        )
+        found = []
+        if measured:
+            found = [measured.edges[name] for name in names if name in measured.edges]
         received = sum(edge.received for edge in found)
-        moved = " moved" if received > 0 else ""
+        moved = ""
+        if received > 0:
+            moved = " moved"
         route = layout.route(path, x, tops, _SPACING.high)
         lines.append(f'<polyline class="edge{moved}" points="{route}" marker-end="url(#tip)"/>')
         if received > 0:
@@ -99,7 +105,10 @@ def _top(depth: int) -> int:
 
 
 def _label(
-    layout: LayeredLayout, path: Sequence[Place], x: Mapping[Place, float], text: str
+    layout: LayeredLayout,
+    path: Sequence[Place],
+    x: Mapping[Place, float],
+    text: str,
 ) -> str:
     middle = (x[path[0]] + x[path[1]]) / 2
     at = _top(layout.depth_of(path[0]) + 1) - _DOWN / 2 + 4
@@ -113,13 +122,15 @@ def _label(
 
 def _box(dag: Drawable, name: str, middle: float, top: int, measured: Measured | None) -> str:
     role, function = dag.nodes[name]
-    colour = dag.roles.index(role) % len(COLOURS) if role in dag.roles else 0
-    took = measured.nodes.get(name) if measured else None
-    share = (
-        f" ({took.seconds / measured.seconds:.0%})"
-        if took and measured and measured.seconds
-        else ""
-    )
+    colour = 0
+    if role in dag.roles:
+        colour = dag.roles.index(role) % len(COLOURS)
+    took = None
+    if measured:
+        took = measured.nodes.get(name)
+    share = ""
+    if took and measured and measured.seconds:
+        share = f" ({took.seconds / measured.seconds:.0%})"
     lines = [role]
     if took:
         lines.append(f"{duration(took.seconds)}{share}")

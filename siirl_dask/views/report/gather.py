@@ -1,6 +1,6 @@
-"""Collects what a report tells of a run, from its URL alone.
+"""Collects what a report says of a run, from its URL alone.
 
-A part that cannot be read is named with the reason, and the rest is told.
+A part that cannot be read is named with the reason; the report has the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from siirl_dask.config import Config
 from siirl_dask.errors import ConfigError, DataError, SiirlError
 from siirl_dask.observe import Record, Summary, read_attempts
 from siirl_dask.observe.trace.bottleneck import Bottleneck, find_bottleneck
-from siirl_dask.observe.trace.measured import Measured, measure, usual_step
+from siirl_dask.observe.trace.step_averages import Measured, measure, usual_step
 from siirl_dask.observe.trace.trace_table import TraceSpan
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import RunStart, starts_of
@@ -148,7 +148,9 @@ def _facts(run: Run) -> RunFacts:
         with part(words):
             found[field_name] = reading()
     config = found.get("config")
-    label = config.run.name if config else run.url.rstrip("/").rpartition("/")[2]
+    label = run.url.rstrip("/").rpartition("/")[2]
+    if config:
+        label = config.run.name
     return RunFacts(run.url, label, missing=missing, **found)
 
 
@@ -188,7 +190,9 @@ def _trained(url: str) -> Samples:
     with open_rollouts(url) as rollouts:
         last = max(rollouts.files)
     with open_rollouts(url, steps=range(last, last + 1)) as rollouts:
-        decode = decoder_of_run(url) if spoken_columns(rollouts) else None
+        decode = None
+        if spoken_columns(rollouts):
+            decode = decoder_of_run(url)
         images = StoredPromptImages(url, thumbnails=True)
         asked = (ask(rollouts, _EACH, decode) for ask in (questions.best, questions.worst))
         best, worst = (images.added_to(samples).to_pylist() for samples in asked)

@@ -42,16 +42,16 @@ def page(runs: Sequence[RunFacts]) -> str:
 
 def _contents(runs: Sequence[RunFacts]) -> str:
     named = {"curves": "Curves", "configuration": "Configuration"}
-    alone = {
-        "samples-0": "Samples",
-        "time-0": "Time",
-        "data-0": "Data movement",
-        "dag-0": "DAG",
-        "failures-0": "Failures",
-    }
-    named |= (
-        alone if len(runs) == 1 else {f"run-{at}": safe(run.label) for at, run in enumerate(runs)}
-    )
+    if len(runs) == 1:
+        named |= {
+            "samples-0": "Samples",
+            "time-0": "Time",
+            "data-0": "Data movement",
+            "dag-0": "DAG",
+            "failures-0": "Failures",
+        }
+    else:
+        named |= {f"run-{at}": safe(run.label) for at, run in enumerate(runs)}
     named["others"] = "All other metrics"
     return (
         f"<nav>{''.join(f'<a href=#{place}>{words}</a>' for place, words in named.items())}</nav>"
@@ -59,7 +59,9 @@ def _contents(runs: Sequence[RunFacts]) -> str:
 
 
 def _cards(runs: Sequence[RunFacts]) -> str:
-    alone = " alone" if len(runs) == 1 else ""
+    alone = ""
+    if len(runs) == 1:
+        alone = " alone"
     return (
         f'<div class="runs{alone}">{"".join(_card(at, run) for at, run in enumerate(runs))}</div>'
     )
@@ -67,8 +69,12 @@ def _cards(runs: Sequence[RunFacts]) -> str:
 
 def _card(at: int, run: RunFacts) -> str:
     summary = run.summary
-    status = f'<span class="chip {summary.status}">{summary.status}</span>' if summary else ""
-    planned = f" of {run.config.run.steps:,}" if run.config else ""
+    status = ""
+    if summary:
+        status = f'<span class="chip {summary.status}">{summary.status}</span>'
+    planned = ""
+    if run.config:
+        planned = f" of {run.config.run.steps:,}"
     facts = {"steps": f"{run.steps:,}{planned}"}
     if summary is not None:
         scores = summary.validation
@@ -79,7 +85,8 @@ def _card(at: int, run: RunFacts) -> str:
         facts |= {"time": duration(summary.seconds), "workers": f"{summary.workers:,}"}
         if summary.samples_per_second is not None:
             facts["samples a second"] = number(summary.samples_per_second)
-        if slow := summary.slowest:
+        slow = summary.slowest
+        if slow:
             facts["slowest"] = f"{safe(slow.node)} on worker {safe(slow.worker)}, {slow.share:.0%}"
     else:
         status = '<span class="chip open">no end recorded</span>'
@@ -94,7 +101,9 @@ def _card(at: int, run: RunFacts) -> str:
 
 def _curves(runs: Sequence[RunFacts]) -> str:
     charts = headline_charts(runs)
-    body = _grid(charts, runs) if charts else '<p class="note">No metrics were logged.</p>'
+    body = '<p class="note">No metrics were logged.</p>'
+    if charts:
+        body = _grid(charts, runs)
     return f'<h2 id="curves">Curves</h2>{_key(runs)}{body}{_missing(runs, "metrics")}'
 
 
@@ -105,7 +114,9 @@ def _key(runs: Sequence[RunFacts]) -> str:
         for at, run in enumerate(runs)
     ]
     thinned = any(run.steps > MOST_POINTS for run in runs)
-    words = "Lines are means of neighbouring steps, bands their extremes." if thinned else ""
+    words = ""
+    if thinned:
+        words = "Lines are means of neighbouring steps, bands their extremes."
     return f'<p class="key">{"".join(parts) if len(runs) > 1 else ""} {words}</p>'
 
 
@@ -124,11 +135,9 @@ def _own_settings(run: RunFacts) -> str:
         for key, (value, usual) in own.items()
     ]
     body = table(("key", "value", "default"), rows, texts=(1, 2))
-    sentence = (
-        "1 key differs from its default"
-        if len(rows) == 1
-        else f"{len(rows)} keys differ from their defaults"
-    )
+    sentence = "1 key differs from its default"
+    if len(rows) != 1:
+        sentence = f"{len(rows)} keys differ from their defaults"
     return f"<p>{sentence}.</p><details><summary>show them</summary>{body}</details>"
 
 
@@ -138,11 +147,9 @@ def _compared(runs: Sequence[RunFacts]) -> str:
         for key, values in differences(runs).items()
     ]
     heads = ("key", *(safe(run.label) for run in runs))
-    body = (
-        table(heads, rows, texts=range(1, len(heads)))
-        if rows
-        else '<p class="note">No key differs.</p>'
-    )
+    body = '<p class="note">No key differs.</p>'
+    if rows:
+        body = table(heads, rows, texts=range(1, len(heads)))
     return f"{body}{''.join(_dag_changes(runs[0], run) for run in runs[1:])}"
 
 
@@ -152,7 +159,9 @@ def _dag_changes(first: RunFacts, other: RunFacts) -> str:
     changes = dag_differences(first, other)
     if not changes:
         return f'<p class="note">The DAG of {safe(other.label)} is that of {safe(first.label)}.</p>'
-    more = f"\n... {len(changes) - _CHANGES} more" if len(changes) > _CHANGES else ""
+    more = ""
+    if len(changes) > _CHANGES:
+        more = f"\n... {len(changes) - _CHANGES} more"
     lines = "\n".join(safe(change) for change in changes[:_CHANGES])
     return (
         f"<details><summary>{len(changes)} changes of the DAG from {safe(first.label)} to "
@@ -161,7 +170,9 @@ def _dag_changes(first: RunFacts, other: RunFacts) -> str:
 
 
 def _run(at: int, run: RunFacts, *, alone: bool) -> str:
-    level = 2 if alone else 3
+    level = 3
+    if alone:
+        level = 2
     parts = {
         "samples": ("Samples", samples(run)),
         "time": ("Where the time went", timing(run)),
@@ -188,7 +199,9 @@ def _others(runs: Sequence[RunFacts]) -> str:
     charts, more = other_charts(runs)
     if not charts:
         return ""
-    left = f'<p class="note">{more} more metrics are not shown.</p>' if more else ""
+    left = ""
+    if more:
+        left = f'<p class="note">{more} more metrics are not shown.</p>'
     return (
         f'<h2 id="others">All other metrics</h2><details><summary>{len(charts)} charts</summary>'
         f"{_grid(charts, runs)}{left}</details>"

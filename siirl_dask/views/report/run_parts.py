@@ -68,11 +68,9 @@ def _pairs(found: Samples) -> str:
             for name, step, later in (("then", found.then, False), ("now", found.now, True))
         )
         head = f"{pictures_as_html(row)}<h4>prompt</h4><pre>{shortened(row['prompt'])}</pre>"
-        answer = (
-            f"<h4>answer</h4><pre>{shortened(row['answer'])}</pre>"
-            if row["answer"] is not None
-            else ""
-        )
+        answer = ""
+        if row["answer"] is not None:
+            answer = f"<h4>answer</h4><pre>{shortened(row['answer'])}</pre>"
         parts.append(
             "<article><div "
             f'class="pair"><div>{head}</div><div>{answer}</div>{sides}</div></article>'
@@ -121,12 +119,14 @@ def timing(run: RunFacts) -> str:
 
 
 def _told(found: Bottleneck) -> Iterator[str]:
-    if one := found.slowest:
+    one = found.slowest
+    if one:
         yield (
             f"Slowest is node <b>{safe(one.node)}</b> on worker <b>{safe(one.worker)}</b>: "
             f"{duration(one.seconds)} a step, {one.share:.0%} of the time."
         )
-    if (one := found.uneven) and one.times_others and one.times_others > _EVEN:
+    one = found.uneven
+    if one and one.times_others and one.times_others > _EVEN:
         yield (
             f"Node <b>{safe(one.node)}</b> takes {one.times_others:.1f} times as long on worker "
             f"<b>{safe(one.worker)}</b> as on the others."
@@ -166,11 +166,9 @@ def _workers(found: Bottleneck) -> str:
         )
         for worker in shown
     ]
-    more = (
-        f'<p class="note">{len(found.workers) - len(shown)} more workers</p>'
-        if len(found.workers) > _WORKERS
-        else ""
-    )
+    more = ""
+    if len(found.workers) > _WORKERS:
+        more = f'<p class="note">{len(found.workers) - len(shown)} more workers</p>'
     return (
         table(("worker", "", "computes", "moves", "waits", "other", "waits most"), rows, texts=(6,))
         + more
@@ -187,10 +185,13 @@ def _shares(worker: WorkerTime) -> list[tuple[str, float]]:
 
 
 def _longest_wait(worker: WorkerTime) -> str:
-    if (longest := longest_wait(worker)) is None:
+    longest = longest_wait(worker)
+    if longest is None:
         return ""
     name, cause, share = longest
-    return f"{share:.0%} at {safe(name)}" + (f" for worker {safe(cause)}" if cause else "")
+    if not cause:
+        return f"{share:.0%} at {safe(name)}"
+    return f"{share:.0%} at {safe(name)} for worker {safe(cause)}"
 
 
 def movement(run: RunFacts) -> str:
@@ -202,38 +203,42 @@ def movement(run: RunFacts) -> str:
             rows.append((words, size(sum(values) / len(values)), size(sum(values))))
     if run.summary and (through := run.summary.bytes_per_step.scheduler_and_client) is not None:
         rows.append(("through scheduler and client, none of them rows", size(through), ""))
-    body = (
-        table(("bytes", "a step", "in all"), rows)
-        if rows
-        else '<p class="note">No bytes moved between workers.</p>'
-    )
-    measured = run.timing.measured if run.timing else None
-    edges = sorted(measured.edges.items(), key=lambda item: -item[1].received) if measured else []
+    body = '<p class="note">No bytes moved between workers.</p>'
+    if rows:
+        body = table(("bytes", "a step", "in all"), rows)
+    measured = None
+    if run.timing:
+        measured = run.timing.measured
+    edges = []
+    if measured:
+        edges = sorted(measured.edges.items(), key=lambda item: -item[1].received)
     moved = [
         (safe(name), size(edge.received), duration(edge.moving), duration(edge.waiting))
         for name, edge in edges
     ]
     heads = ("edge", "bytes a step", "moves, at most", "waits for its rows, at most")
-    return body + (
-        f"<h4>edges, of an average traced step</h4>{table(heads, moved)}" if moved else ""
-    )
+    if moved:
+        body += f"<h4>edges, of an average traced step</h4>{table(heads, moved)}"
+    return body
 
 
 def picture(run: RunFacts) -> str:
     """Return the DAG with its measurements."""
-    measured = run.timing.measured if run.timing else None
+    measured = None
+    if run.timing:
+        measured = run.timing.measured
     dag = Drawable.of(run.dag, measured)
     if dag is None:
         missing = _missing(run, "DAG")
         if missing:
             return missing
         return '<p class="note">The run recorded no DAG that can be drawn.</p>'
-    note = (
-        "Seconds are those of the slowest worker in an average training step, without its waits; "
-        "bold arrows carry bytes between workers."
-        if measured
-        else "Nothing was measured of it: the run has no trace."
-    )
+    note = "Nothing was measured of it: the run has no trace."
+    if measured:
+        note = (
+            "Seconds are those of the slowest worker in an average training step, without its waits; "
+            "bold arrows carry bytes between workers."
+        )
     roles = "".join(
         f'<span><i class="c{at % len(COLOURS)}"></i>role {safe(role)}{_placed(run, role)}</span> '
         for at, role in enumerate(dag.roles)
@@ -248,7 +253,9 @@ def _placed(run: RunFacts, role: str) -> str:
     if run.config is None:
         return ""
     workers = run.config.cluster.placement.get(role)
-    return f" on workers {', '.join(map(str, workers))}" if workers else " on all workers"
+    if workers:
+        return f" on workers {', '.join(map(str, workers))}"
+    return " on all workers"
 
 
 def failures(run: RunFacts) -> str:
@@ -293,13 +300,15 @@ def _starts(run: RunFacts) -> str:
     rows = [
         (
             f"{one.number}",
-            safe(one.holder.started),
-            safe(one.holder.host),
+            safe(one.owner.started),
+            safe(one.owner.host),
             _between(steps.get(one.number, [])),
         )
         for one in run.starts
     ]
-    missing = "" if rows else _missing(run, "starts")
+    missing = ""
+    if not rows:
+        missing = _missing(run, "starts")
     if missing:
         return missing
     heads = ("number", "time", "host", "steps that count")
@@ -309,8 +318,12 @@ def _starts(run: RunFacts) -> str:
 def _between(steps: list[int]) -> str:
     if not steps:
         return "none"
-    return f"{min(steps):,} to {max(steps):,}" if len(steps) > 1 else f"{steps[0]:,}"
+    if len(steps) > 1:
+        return f"{min(steps):,} to {max(steps):,}"
+    return f"{steps[0]:,}"
 
 
 def _missing(run: RunFacts, part: str) -> str:
-    return f'<p class="note">{safe(run.missing[part])}</p>' if part in run.missing else ""
+    if part in run.missing:
+        return f'<p class="note">{safe(run.missing[part])}</p>'
+    return ""

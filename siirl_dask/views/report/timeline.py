@@ -76,9 +76,15 @@ def _colours(spans: Sequence[TraceSpan]) -> dict[str, str]:
 
 
 def _rect(
-    span: TraceSpan, begun: int, per_pixel: float, lane: int, colours: Mapping[str, str]
+    span: TraceSpan,
+    begun: int,
+    per_pixel: float,
+    lane: int,
+    colours: Mapping[str, str],
 ) -> str:
-    kind = colours.get(span.name, "other") if span.lane is Lane.COMPUTE else str(span.lane)
+    kind = str(span.lane)
+    if span.lane is Lane.COMPUTE:
+        kind = colours.get(span.name, "other")
     x = _LEFT + (span.start - begun) / per_pixel
     wide = span.duration / per_pixel
     title = f"{span.name}, {span.what}: {duration(span.duration / 1e9)}"
@@ -90,13 +96,20 @@ def _rect(
 
 
 def _key(
-    colours: Mapping[str, str], lanes: set[Lane], workers: int, spans: Sequence[TraceSpan]
+    colours: Mapping[str, str],
+    lanes: set[Lane],
+    workers: int,
+    spans: Sequence[TraceSpan],
 ) -> Iterator[str]:
     for name, colour in colours.items():
         if colour != "other":
             yield f'<span><i class="{colour}"></i>{safe(name)}</span> '
     for lane, words in _WORDS.items():
         if lane in lanes and (lane is not Lane.COMPUTE or "other" in colours.values()):
-            yield f'<span><i class="{"other" if lane is Lane.COMPUTE else lane}"></i>{words}</span> '
-    if (left := len({span.worker for span in spans}) - workers) > 0:
+            kind = str(lane)
+            if lane is Lane.COMPUTE:
+                kind = "other"
+            yield f'<span><i class="{kind}"></i>{words}</span> '
+    left = len({span.worker for span in spans}) - workers
+    if left > 0:
         yield f"<span>{left} more workers are not shown</span>"

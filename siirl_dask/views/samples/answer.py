@@ -1,4 +1,4 @@
-"""An answer to a question about a run's samples, and how its values are told: the same in a
+"""An answer to a question about a run's samples, and how its values are written: the same in a
 terminal and on a page.
 """
 
@@ -54,7 +54,9 @@ def cell(name: str, value: object) -> str:
             return f"{value:.1%}"
         if value.is_integer():
             return f"{value:,.0f}"
-        return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.4g}"
+        if abs(value) >= 1:
+            return f"{value:,.2f}"
+        return f"{value:.4g}"
     return " ".join(printable(str(value)).split())
 
 
@@ -62,24 +64,27 @@ def headings(sample: Mapping[str, Any]) -> str:
     """Return step, reward, length and end of a sample, in one line."""
     reason = sample.get("finish_reason")
     parts = [f"step {sample['step']}", f"reward {cell('reward', sample['reward'])}"]
-    parts += [f"agent {printable(str(sample['agent']))}"] if sample.get("agent") else []
-    parts += [counted(sample["turns"], "turn")] if sample.get("turns") else []
-    parts += [counted(sample["segments"], "segment")] if (sample.get("segments") or 1) > 1 else []
-    parts += (
-        [counted(sample["response_tokens"], "token")]
-        if sample.get("response_tokens") is not None
-        else []
-    )
-    parts += [_ENDS[reason]] if reason in _ENDS else []
+    if sample.get("agent"):
+        parts.append(f"agent {printable(str(sample['agent']))}")
+    if sample.get("turns"):
+        parts.append(counted(sample["turns"], "turn"))
+    if (sample.get("segments") or 1) > 1:
+        parts.append(counted(sample["segments"], "segment"))
+    if sample.get("response_tokens") is not None:
+        parts.append(counted(sample["response_tokens"], "token"))
+    if reason in _ENDS:
+        parts.append(_ENDS[reason])
     return ", ".join(parts)
 
 
 def conversation(sample: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the utterances of a sample of several turns: kind, who, text, turn, reward. None
-    for other samples.
+    """Return the utterances of a sample of several turns: kind, who, text, turn, reward. Of
+    other samples there are none.
     """
-    utterances = sample.get(CONVERSATION)
-    return utterances if utterances else ()
+    utterances: Sequence[Mapping[str, Any]] | None = sample.get(CONVERSATION)
+    if not utterances:
+        return ()
+    return utterances
 
 
 def speaker(utterance: Mapping[str, Any]) -> str:
@@ -87,7 +92,9 @@ def speaker(utterance: Mapping[str, Any]) -> str:
     reward 0.5``.
     """
     who = printable(str(utterance["who"]))
-    parts = [f"{who} calls a tool" if utterance["kind"] == UtteranceKind.CALL else who]
+    if utterance["kind"] == UtteranceKind.CALL:
+        who += " calls a tool"
+    parts = [who]
     if utterance["turn"] is not None:
         parts.append(f"turn {utterance['turn']}")
     if utterance["reward"] is not None:
@@ -129,7 +136,9 @@ def summary(changes: Sequence[Mapping[str, Any]]) -> str:
     now = sum(row["now"] for row in changes) / count
     rose = sum(row["change"] > 0 for row in changes)
     fell = sum(row["change"] < 0 for row in changes)
-    prompts = "1 prompt is" if count == 1 else f"{count} prompts are"
+    prompts = "1 prompt is"
+    if count != 1:
+        prompts = f"{count} prompts are"
     return (
         f"{prompts} in both, with a mean reward of {then:.4f} then and {now:.4f} now: "
         f"{rose} rose, {fell} fell, {count - rose - fell} stayed."

@@ -88,15 +88,15 @@ def _section(answer: QueryResult) -> Iterator[str]:
 
 def _table(schema: pa.Schema, rows: Sequence[Mapping[str, Any]], *, bars: bool) -> Iterator[str]:
     heads = "".join(f"<th>{safe(name)}</th>" for name in schema.names)
-    most = max((row["samples"] for row in rows), default=0) if bars else 0
+    most = 0
+    if bars:
+        most = max((row["samples"] for row in rows), default=0)
     yield f"<table><tr>{heads}</tr>"
     for row in rows:
         cells = "".join(f"<td>{safe(cell(name, value))}</td>" for name, value in row.items())
-        bar = (
-            f'<td><span class="bar" style="width: {15 * row["samples"] / most:.2f}rem"></span></td>'
-            if bars
-            else ""
-        )
+        bar = ""
+        if bars:
+            bar = f'<td><span class="bar" style="width: {15 * row["samples"] / most:.2f}rem"></span></td>'
         yield f"<tr>{cells}{bar}</tr>"
     yield "</table>"
 

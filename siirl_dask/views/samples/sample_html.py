@@ -48,7 +48,9 @@ def thumbnails(pictures: Sequence[Mapping[str, str | None]]) -> str:
 def pictures_as_html(sample: Mapping[str, Any]) -> str:
     """Return the thumbnails, and what cannot be shown; empty without images."""
     pictures = sample.get(PICTURES)
-    return f"<h4>images</h4>{thumbnails(pictures)}" if pictures else ""
+    if pictures:
+        return f"<h4>images</h4>{thumbnails(pictures)}"
+    return ""
 
 
 def by_ratio(
@@ -93,7 +95,9 @@ def _coloured(
         escaped = html.escape(text)
         if at + count <= known:
             rgb, strength, title = colour(at, count)
-            background = f"background:rgba({rgb},{strength:.2f})" if strength >= 0.01 else ""
+            background = ""
+            if strength >= 0.01:
+                background = f"background:rgba({rgb},{strength:.2f})"
             shown.append(
                 f'<span title="{html.escape(title)}" style="{background}">{escaped}</span>'
             )
@@ -104,11 +108,15 @@ def _coloured(
 
 
 def _strength(value: float, full: float) -> float:
-    return 0.85 * min(1.0, value / full) if math.isfinite(value) and value > 0 else 0.0
+    if math.isfinite(value) and value > 0:
+        return 0.85 * min(1.0, value / full)
+    return 0.0
 
 
 def _exp(value: float) -> float:
-    return math.exp(min(value, 50.0)) if math.isfinite(value) else math.nan
+    if math.isfinite(value):
+        return math.exp(min(value, 50.0))
+    return math.nan
 
 
 def _number(value: float) -> str:

@@ -76,7 +76,9 @@ def _print_table(console: Console, data: pa.Table, *, bars: bool) -> None:
     rows = [*data.slice(0, head).to_pylist(), *data.slice(data.num_rows - tail).to_pylist()]
     if bars:
         table.add_column("")
-    most = max((row["samples"] for row in rows), default=0) if bars else 0
+    most = 0
+    if bars:
+        most = max((row["samples"] for row in rows), default=0)
     for number, row in enumerate(rows):
         if number == head and tail:
             table.add_row(Text(f"... {data.num_rows - head - tail} more", style="dim"))
@@ -93,7 +95,9 @@ def _print_table(console: Console, data: pa.Table, *, bars: bool) -> None:
 
 def _ends(rows: int) -> tuple[int, int]:
     """Return how many rows of a table are shown from its beginning and from its end."""
-    return (rows, 0) if rows <= _ROWS else (_ROWS // 2, _ROWS // 2)
+    if rows <= _ROWS:
+        return (rows, 0)
+    return (_ROWS // 2, _ROWS // 2)
 
 
 def _print_samples(console: Console, samples: Sequence[Mapping[str, Any]], *, full: bool) -> None:
@@ -102,7 +106,9 @@ def _print_samples(console: Console, samples: Sequence[Mapping[str, Any]], *, fu
         console.print(
             Rule(Text(f"{number} of {len(samples)}: {headings(sample)}"), align="left", style="dim")
         )
-        answer = _EVERY_LINE if full else 2
+        answer = 2
+        if full:
+            answer = _EVERY_LINE
         texts = {"prompt": lines // 3, "response": lines - lines // 3, "answer": answer}
         said = conversation(sample)
         rows = {"images": Text(pictures_in_words(sample))}
@@ -122,11 +128,11 @@ def _conversation(console: Console, said: Sequence[Mapping[str, Any]], lines: in
     they are too few.
     """
     each = max(2, lines // len(said) - 1)
-    head, tail = (
-        (len(said), 0)
-        if len(said) <= _UTTERANCES
-        else (_UTTERANCES - _UTTERANCES // 3, _UTTERANCES // 3)
-    )
+    head = len(said)
+    tail = 0
+    if len(said) > _UTTERANCES:
+        tail = _UTTERANCES // 3
+        head = _UTTERANCES - tail
     parts = []
     for number, one in enumerate(said):
         if head <= number < len(said) - tail:
@@ -135,7 +141,9 @@ def _conversation(console: Console, said: Sequence[Mapping[str, Any]], lines: in
             )
             continue
         text = _cut(console, one["text"], each)
-        parts += [Text(speaker(one), style=_STYLES[one["kind"]]), *([text] if text else [])]
+        parts.append(Text(speaker(one), style=_STYLES[one["kind"]]))
+        if text:
+            parts.append(text)
     return Text("\n").join(parts)
 
 
@@ -162,7 +170,9 @@ def _print_changes(console: Console, changes: Sequence[Mapping[str, Any]], *, fu
 
 def _lines_each(console: Console, samples: int) -> int:
     """Return how many lines the texts of each sample may take."""
-    return max(_FEWEST, console.height // samples - _AROUND) if console.is_terminal else _LINES
+    if console.is_terminal:
+        return max(_FEWEST, console.height // samples - _AROUND)
+    return _LINES
 
 
 def _grid(rows: Mapping[str, Text]) -> Table:
@@ -207,5 +217,7 @@ def pictures_in_words(sample: Mapping[str, Any]) -> str:
         for one in pictures
         if one["problem"] is not None
     ]
-    shown = [f"{counted(len(kinds), 'image')}: {', '.join(kinds)}"] if kinds else []
+    shown = []
+    if kinds:
+        shown = [f"{counted(len(kinds), 'image')}: {', '.join(kinds)}"]
     return "\n".join(f"[{line}]" for line in (*shown, *problems))

@@ -19,7 +19,7 @@ from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.observe import Pace, Record, Slowest, Summary
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import RunStart, newest_start
-from siirl_dask.runs.glance import glance
+from siirl_dask.runs.preview import preview_samples
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.trace import (
     RECENT_BYTES,
@@ -145,7 +145,7 @@ class Watcher:
             for step in range(look.done, max(0, look.done - _BACK), -1):
                 if step == look.samples_step:
                     break
-                samples = glance(look.url, step, _SAMPLES)
+                samples = preview_samples(look.url, step, _SAMPLES)
                 if samples:
                     return replace(look, samples=samples, samples_step=step)
         except DataError as error:  # a damaged part: what is known of earlier steps stays
@@ -155,9 +155,15 @@ class Watcher:
     def _with_slowest(self, look: Look) -> Look:
         """Return the look with what took longest in the newest steps; no others are listed."""
         steps = range(max(1, look.done - RECENT_STEPS + 1), look.done + 1)
-        known = None if self._traced is None else self._traced.parts
+        known = None
+        if self._traced is not None:
+            known = self._traced.parts
         trace = read_newest(
-            look.url, steps, most_bytes=RECENT_BYTES, most_parts=RECENT_PARTS, known=known
+            look.url,
+            steps,
+            most_bytes=RECENT_BYTES,
+            most_parts=RECENT_PARTS,
+            known=known,
         )
         if trace is None:  # as it was
             return look
@@ -178,8 +184,10 @@ class Watcher:
         if start is None or start.is_over:
             if look.summary:
                 return Life.ENDED
-            return Life.UNKNOWN if start is None else Life.GONE
-        if start.holder.is_there():
+            if start is None:
+                return Life.UNKNOWN
+            return Life.GONE
+        if start.owner.is_there():
             return Life.UNDER_WAY
         beat = (start.number, start.beat)
         known = self._beat[0] > 0
@@ -188,13 +196,17 @@ class Watcher:
             self._beat_at = now
             if known:
                 return Life.UNDER_WAY
-        elif now - self._beat_at > start.holder.lease:
-            return Life.ENDED if look.summary else Life.GONE
-        return self._look.life if known else Life.UNKNOWN
+        elif now - self._beat_at > start.owner.lease:
+            if look.summary:
+                return Life.ENDED
+            return Life.GONE
+        if known:
+            return self._look.life
+        return Life.UNKNOWN
 
     def _seconds_left(self, look: Look, now: float) -> float | None:
-        """Return the seconds until the last step, without validations: as fast as steps came, or
-        as they were told.
+        """Return the seconds until the last step, without validations: at the pace at which steps
+        came while this watched, or else at that of the newest records.
         """
         if look.total is None or look.done >= look.total:
             return None
@@ -202,9 +214,12 @@ class Watcher:
             self._pace = Pace(look.done, now)
         elif look.done != self._look.done:
             self._pace.mark(look.done, now)
-        if (seen := self._pace.seconds_left(look.total, now)) is not None:
+        seen = self._pace.seconds_left(look.total, now)
+        if seen is not None:
             return seen
         recent = [seconds for _, seconds in series_of(look.records, Phase.TRAIN, SECONDS)][
             -_RECENT:
         ]
-        return sum(recent) / len(recent) * (look.total - look.done) if recent else None
+        if recent:
+            return sum(recent) / len(recent) * (look.total - look.done)
+        return None

@@ -15,8 +15,8 @@ _HEAD = 2**17  # bytes of its beginning, if there are more
 class MetricsTail:
     """Holds the records of a run that were seen so far.
 
-    A start of the run may replace the file, which drops lines: the last line that was read is asked
-    for again each time, and where it is another one the file is read anew.
+    A start of the run may replace the file, which drops lines. So each time the last line that was
+    read is read again, and if it is another one now, so is the whole file.
     """
 
     def __init__(self, url: str, most: int = _MOST) -> None:
@@ -38,7 +38,9 @@ class MetricsTail:
         says so.
         """
         try:
-            return self._read_on() if self._last else self._read_anew()
+            if self._last:
+                return self._read_on()
+            return self._read_anew()
         except FileNotFoundError:
             had = bool(self._seen)
             self._forget()
@@ -82,5 +84,6 @@ class MetricsTail:
         lines = whole.splitlines(keepends=True)
         self._seen += [decode(line, f"{self._name}, a line of {len(line)} bytes") for line in lines]
         self._end += len(whole)
-        self._last = lines[-1] if lines else self._last
+        if lines:
+            self._last = lines[-1]
         return bool(lines)

@@ -55,7 +55,9 @@ def _steps_in_words(steps: Sequence[int]) -> str:
 
 def _head(look: Look) -> Text:
     life, colour = _status(look)
-    of = "" if look.total is None else f" of {look.total:,}"
+    of = ""
+    if look.total is not None:
+        of = f" of {look.total:,}"
     text = Text.assemble(
         (printable(look.name), "bold"), "  ", (life, colour), f"  step {look.done:,}{of}"
     )
@@ -68,7 +70,7 @@ def _head(look: Look) -> Text:
     text.append(f"\n{printable(redacted(look.url))}", style="dim")
     if look.start:
         text.append(
-            f"   start {look.start.number}, {printable(str(look.start.holder))}", style="dim"
+            f"   start {look.start.number}, {printable(str(look.start.owner))}", style="dim"
         )
     return text
 
@@ -131,12 +133,16 @@ def _curves(look: Look, width: int) -> Table:
             table.add_row(title, now)
         return table
     if curve >= _CURVE[0]:
-        curve_of = "first and newest steps" if look.has_gap else "over the steps"
+        curve_of = "over the steps"
+        if look.has_gap:
+            curve_of = "first and newest steps"
         table.add_column(curve_of if len(curve_of) <= curve else "steps", no_wrap=True)
     table.add_column("from", justify="right", no_wrap=True)
     table.add_column("to", justify="right", no_wrap=True)
     for (title, now, low, high), series in zip(rows, curves, strict=True):
-        drawn = [sparkline(series, curve)] if curve >= _CURVE[0] else []
+        drawn = []
+        if curve >= _CURVE[0]:
+            drawn = [sparkline(series, curve)]
         table.add_row(title, now, *[*drawn, low, high])
     return table
 
@@ -152,12 +158,16 @@ def _samples(look: Look) -> Table:
 def _outcome(sample: Mapping[str, Any]) -> str:
     """Return a sample's reward and, of a conversation, its turns."""
     turns = sample.get(TURNS)
-    outcome = (
-        "failed" if sample.get(FINISH_REASON) == FAILED else f"reward {number(sample['reward'])}"
-    )
-    return outcome if turns is None else f"{outcome}, {counted(turns, 'turn')}"
+    outcome = "failed"
+    if sample.get(FINISH_REASON) != FAILED:
+        outcome = f"reward {number(sample['reward'])}"
+    if turns is None:
+        return outcome
+    return f"{outcome}, {counted(turns, 'turn')}"
 
 
 def _short(value: object) -> str:
     text = " ".join(printable("" if value is None else str(value)).split())
-    return text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}…"
+    if len(text) <= _TEXT:
+        return text
+    return f"{text[: _TEXT - 1]}…"

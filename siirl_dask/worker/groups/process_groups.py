@@ -7,7 +7,6 @@ to the worker's own address, which is loopback for a cluster on one machine.
 from __future__ import annotations
 
 import gc
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,27 +31,6 @@ def longest_wait(stall_timeout: float) -> float:
     other means.
     """
     return max(6 * stall_timeout, _MIN_WAIT)
-
-
-def host_store(host: str, timeout: float) -> tuple[TCPStore, int]:
-    """Return a store on a free port of ``host``, and the port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        master_listen_fd=listener.detach(),
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-    )
-    return store, port
-
-
-def join_store(host: str, port: int, timeout: float) -> TCPStore:
-    """Return a client of the store that another worker hosts."""
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
 def join(
@@ -105,7 +83,10 @@ def join(
 
 
 def broadcast_group(
-    worker: str, devices: Mapping[str, Device], members: Sequence[str], timeout: float
+    worker: str,
+    devices: Mapping[str, Device],
+    members: Sequence[str],
+    timeout: float,
 ) -> object:
     """Make a process group of ``members``, of which the first has rank 0, and return it.
 

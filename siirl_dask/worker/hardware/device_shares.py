@@ -76,12 +76,11 @@ def _roles(
 def _way_out(roles_of_workers: Mapping[str, Roles]) -> str:
     """Return what lets a run begin whose roles do not fit, by the arithmetic that may be wrong."""
     text = "A larger cluster.device_memory lets it begin in any case"
-    keys = {
-        own.share_key
-        for roles in roles_of_workers.values()
-        for own in roles.values()
-        if own.share_key
-    }
+    keys = set()
+    for roles in roles_of_workers.values():
+        for own in roles.values():
+            if own.share_key:
+                keys.add(own.share_key)
     if keys:
         text += f"; {' or '.join(sorted(keys))} then says what an engine takes"
     return text

@@ -72,11 +72,9 @@ def find_devices(
     bind(devices[worker])
     cores = cores_of_worker(worker, visible_to, devices, neighbours)
     own = replace(devices[worker], cores=cores)
-    cpus = (
-        share_of_worker(worker, visible_to, devices, threads)
-        if binding is not None
-        else frozenset()
-    )
+    cpus: frozenset[int] = frozenset()
+    if binding is not None:
+        cpus = share_of_worker(worker, visible_to, devices, threads)
     if binding is not None and cpus:
         binding.bind(cpus)
         own = replace(own, cpus=cpus)
@@ -122,7 +120,10 @@ def assign(visible_to: Mapping[str, VisibleDevices]) -> dict[str, Device]:
 
 
 def _device(
-    worker: str, visible: VisibleDevices, index: int | None, users: Mapping[str, int]
+    worker: str,
+    visible: VisibleDevices,
+    index: int | None,
+    users: Mapping[str, int],
 ) -> Device:
     if index is None:
         return Device(worker)
@@ -221,5 +222,11 @@ def read_visible(worker: str, raw: bytes) -> VisibleDevices:
     ):
         raise malformed
     return VisibleDevices(
-        kind, tuple(cards), tuple(memory), order=order, near=near, host=host, pci=pci
+        kind,
+        tuple(cards),
+        tuple(memory),
+        order=order,
+        near=near,
+        host=host,
+        pci=pci,
     )

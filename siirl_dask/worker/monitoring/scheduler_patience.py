@@ -22,9 +22,11 @@ def least_patience(scheduler: str) -> float:
     """Return the least patience with a scheduler at this Dask address."""
     host = get_address_host(scheduler)
     interfaces = psutil.net_if_addrs().values()
-    own_addresses = {
-        address.address.partition("%")[0] for addresses in interfaces for address in addresses
-    }
+    own_addresses = set()
+    for addresses in interfaces:
+        for address in addresses:
+            plain, _, _ = address.address.partition("%")
+            own_addresses.add(plain)
     return LEAST_ON_HOST if host in own_addresses else LEAST_OF_LINKS
 
 

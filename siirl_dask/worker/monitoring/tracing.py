@@ -8,9 +8,15 @@ the same step does. A store that fails, or is slow, costs parts of the trace and
 from __future__ import annotations
 
 import logging
+import os
+import statistics
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
 from siirl_storage import stage_part
 
@@ -18,8 +24,51 @@ from siirl_dask.observe.trace.trace_table import trace_table
 from siirl_dask.planner import TRACE, Iteration
 from siirl_dask.tables import step_folder
 from siirl_dask.trace import Entry, Recorder
-from siirl_dask.worker.monitoring.clock import ClockOffset, clock_id
 from siirl_dask.worker.run_spec import RunSpec
+
+# heartbeats whose median counts: a heartbeat that was delayed in one direction is wrong
+_SAMPLES = 31
+
+
+@cache
+def clock_id() -> str:
+    """Return a name of the clock that ``time.monotonic_ns`` reads: the ids of this boot and of
+    its time namespace.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = Path("/proc/self/ns/time")
+    try:
+        return f"{boot.read_text().strip()} {namespace.readlink()}"
+    except OSError:  # no Linux, or no namespaces of time
+        return f"process {os.getpid()} {time.time_ns()}"
+
+
+class ClockOffset:
+    """Estimates nanoseconds to be added to this worker's monotonic clock for the scheduler's
+    wall clock.
+
+    Processes for which ``clock_id`` is the same read the same clock. Others are aligned by their
+    offsets: Dask compares the clocks at each heartbeat, as if the answer were sent in the middle of
+    the round trip.
+    """
+
+    def __init__(self) -> None:
+        self._samples: deque[int] = deque([_wall()], maxlen=_SAMPLES)
+
+    def add_sample(self, delay: float) -> None:
+        """Add a measurement: the scheduler's clock is ``delay`` seconds ahead of this host's."""
+        self._samples.append(_wall() + round(delay * 1e9))
+
+    @property
+    def nanoseconds(self) -> int:
+        """The estimate."""
+        return round(statistics.median_low(list(self._samples)))
+
+
+def _wall() -> int:
+    """Return the nanoseconds by which this host's wall clock is ahead of its monotonic clock."""
+    return time.time_ns() - time.monotonic_ns()
+
 
 logger = logging.getLogger("siirl_dask.worker")
 # entries of a step, which may have a validation, a checkpoint and a test; about half a megabyte

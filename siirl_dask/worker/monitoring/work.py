@@ -64,7 +64,11 @@ class Work:
         fields = {name: reported.get(name) for name in asdict(empty)}
         if not all(isinstance(value, int | float) and value >= 0 for value in fields.values()):
             return empty
-        return Work(**{name: type(getattr(empty, name))(value) for name, value in fields.items()})
+        typed = {}
+        for name, value in fields.items():
+            kind = type(getattr(empty, name))
+            typed[name] = kind(value)
+        return Work(**typed)
 
 
 def _allocated(device: Device | None) -> int:

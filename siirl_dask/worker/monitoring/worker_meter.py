@@ -54,7 +54,10 @@ class WorkerMeter:
         return exports.meter((run, worker), lambda: WorkerMeter(run, worker))
 
     def begin(
-        self, progress: TaskProgress, databuffer: Databuffer, device: Callable[[], Device | None]
+        self,
+        progress: TaskProgress,
+        databuffer: Databuffer,
+        device: Callable[[], Device | None],
     ) -> None:
         """Read gauges and bytes from a new start of the run; ``device`` returns None until its
         device is known.
@@ -117,7 +120,9 @@ class WorkerMeter:
         """Count the bytes that were received since the last call, by transport."""
         links = traffic.between_hosts
         now = Counter(
-            shared_memory=traffic.shared_memory, socket=max(0, traffic.messages - links), link=links
+            shared_memory=traffic.shared_memory,
+            socket=max(0, traffic.messages - links),
+            link=links,
         )
         for transport, nbytes in now.items():
             self._add("siirl_worker_received_bytes", nbytes - self._received[transport], transport)

@@ -19,7 +19,7 @@ from siirl_dask.comms.access import NetworkAccess
 from siirl_dask.config import Config, TransportMode, WeightSync, parse_bytes, parse_ports
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.databuffer.limits import BufferLimits
-from siirl_dask.coordinator.databuffer.slots import Window
+from siirl_dask.coordinator.databuffer.serving import Window
 from siirl_dask.coordinator.transport.carriers import HostCarrier, NetworkCarrier
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.coordinator.transport.peers import Carrier, PeerTransport
@@ -153,6 +153,8 @@ class DataPlane:
     def meet(self, ports: Mapping[str, int]) -> None:
         """Set the port of every member's listener; requests to peers are possible from then on."""
         self._network.meet(ports)
+        if self._on_host is not None:
+            self._on_host.meet()
 
     def begin(self, sequence: int, needed: int) -> None:
         """Begin the iteration ``sequence``, and forget the rows of those before sequence number

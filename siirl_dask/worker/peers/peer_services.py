@@ -14,10 +14,9 @@ from siirl_dask.coordinator.transport.messages import Op, Reply, Request
 from siirl_dask.coordinator.transport.peers import PeerTransport
 from siirl_dask.planner import Plan
 from siirl_dask.trace import Recorder
-from siirl_dask.worker.groups.group_store import GroupStore
+from siirl_dask.worker.groups.joined_groups import GroupStore
 from siirl_dask.worker.peers.data_plane import DataPlane
-from siirl_dask.worker.peers.shared_items import ExpectedWork
-from siirl_dask.worker.peers.work_stealing import StealableQueues, StealService
+from siirl_dask.worker.peers.work_stealing import ExpectedWork, StealableQueues, StealService
 from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.stop import StopFlag
 
@@ -39,8 +38,11 @@ class PeerServices:
     ) -> None:
         """``phases`` are the run's plans and datasets by name."""
         plans = {name: plan for name, (plan, _) in phases.items()}
-        edges = {f"{name}/{edge.name}": edge for name, plan in plans.items() for edge in plan.edges}
-        nodes = {f"{name}/{node.name}" for name, plan in plans.items() for node in plan.dag.nodes}
+        edges = {}
+        nodes: set[str] = set()
+        for name, plan in plans.items():
+            edges.update({f"{name}/{edge.name}": edge for edge in plan.edges})
+            nodes.update(f"{name}/{node.name}" for node in plan.dag.nodes)
         self._run = spec.run
         self._members = list(spec.members)
         self._shares_work = spec.data.stealing

@@ -7,7 +7,8 @@ the last first, half of them at a time: the owner goes on from the front and rar
 
 Three parts: ``WorkQueue`` holds a worker's items, ``StealService`` serves peers on the event loop,
 and the thread that runs the node takes items from a ``StealableQueue``, its own first and then
-stolen ones.
+stolen ones. Messages are bytes: numbered items or results one after the other, in which each long
+value is a frame.
 """
 
 from __future__ import annotations
@@ -15,24 +16,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from reprlib import repr as short
 from typing import Any, Generic, TypeVar
 
+from siirl_dask.comms import wire
 from siirl_dask.context import Codec
+from siirl_dask.coordinator.databuffer.serving import Window
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, Transport
 from siirl_dask.errors import Aborted, PeerError
 from siirl_dask.planner import Iteration, Node
-from siirl_dask.worker.peers.shared_items import (
-    MAX_ITEMS,
-    MESSAGE,
-    ExpectedWork,
-    messages_of,
-    pack,
-    read,
-)
 from siirl_dask.worker.stop import StopFlag, result_of
 
 I = TypeVar("I")  # noqa: E741
@@ -157,7 +153,11 @@ class StealService:
         return Reply()
 
     async def steal_from(
-        self, peer: str, key: TransitionKey, limit: int, codec: Codec[I, R]
+        self,
+        peer: str,
+        key: TransitionKey,
+        limit: int,
+        codec: Codec[I, R],
     ) -> list[tuple[int, I]]:
         """Return items of a peer that this worker computes from now on; none when all of its
         items are begun.
@@ -169,7 +169,10 @@ class StealService:
         return [(number, codec.read_item(item)) for number, item in read(reply.header.get("items"))]
 
     async def return_results(
-        self, peer: str, key: TransitionKey, results: Sequence[tuple[int, Any]]
+        self,
+        peer: str,
+        key: TransitionKey,
+        results: Sequence[tuple[int, Any]],
     ) -> None:
         """Send the results of stolen items to their owner, in as many messages as they need."""
         for message in messages_of(results):
@@ -373,3 +376,62 @@ class StealableQueues:
         # so that not all ask the same peer first
         peers = workers[own_index + 1 :] + workers[:own_index]
         return StealableQueue(WorkQueue(items, codec, on_result), key, peers, self.service, bridge)
+
+
+MAX_ITEMS = 2**12
+"""Items or results in a message."""
+MESSAGE = 2**24
+"""Bytes of items or results in a message; a larger one is sent alone."""
+_CALLS = frozenset(map(str, range(2**10)))  # queues of a node in an iteration
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedWork:
+    """The work that may exist by the plan."""
+
+    window: Window
+    nodes: Collection[str]
+    """The nodes, as ``phase/node``."""
+
+    def check(self, key: TransitionKey) -> None:
+        """Raise PeerError for other work: a request for it would wait, and be held in memory."""
+        self.window.check(key)
+        node, _, call = key.edge.rpartition("/")
+        if node not in self.nodes or call not in _CALLS:
+            raise PeerError(f"refused {short(key.edge)}: there is no such work here")
+
+
+def pack(number: int, value: object) -> bytes:
+    """Return a numbered item or result as bytes. PeerError when it is too large for a message."""
+    packed = b"".join(wire.pack(number, value))
+    if len(packed) > wire.MAX_REQUEST_FRAMES:
+        raise PeerError(
+            f"an item of shared work takes {len(packed)} bytes: expected at most "
+            f"{wire.MAX_REQUEST_FRAMES}; set rollout.work_stealing=false for rows as long as this"
+        )
+    return packed
+
+
+def messages_of(results: Sequence[tuple[int, Any]]) -> Iterator[bytes]:
+    """Yield numbered results as bytes, cut into messages."""
+    parts: list[bytes] = []
+    size = 0
+    for number, result in results:
+        packed = pack(number, result)
+        if parts and (size + len(packed) > MESSAGE or len(parts) == MAX_ITEMS):
+            yield b"".join(parts)
+            parts = []
+            size = 0
+        parts.append(packed)
+        size += len(packed)
+    yield b"".join(parts)
+
+
+def read(packed: object) -> list[tuple[int, object]]:
+    """Return numbered items or results that a peer sent. PeerError when ``packed`` holds
+    anything else.
+    """
+    numbered = []
+    for message in wire.read_messages(packed, wire.REQUEST, MAX_ITEMS):
+        numbered.append((message.number, message.head))
+    return numbered

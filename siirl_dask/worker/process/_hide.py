@@ -7,12 +7,16 @@ imported modules would take two seconds, in which a reader of the run's output w
 
 import atexit
 import os
+import sys
 
 from siirl_dask.models.broken_imports import hide
 
 
 def _end(process: int) -> None:
     if os.getpid() == process:  # a forked worker inherits this function
+        # Python itself would do so after this function
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(0)
 
 

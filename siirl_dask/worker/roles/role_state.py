@@ -1,4 +1,5 @@
-"""Builds a worker's roles, and saves and restores their states for checkpoints.
+"""Builds a worker's roles, saves and restores their states for checkpoints, and passes the objects
+on to the next launch of a run that has lost a worker, which loads only their states.
 
 A role has a state if the object that it built has ``state()`` and ``load_state(state)``: nested
 mappings of tensors and plain values. The workers of a role save a state with tensors together; a
@@ -8,7 +9,9 @@ changes, and is not saved.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -19,12 +22,14 @@ from typing import Any, Protocol
 import torch
 from siirl_storage import FileDigest, join
 
-from siirl_dask.context import Closes, Device, DeviceKind, Rank, Sleeps
+from siirl_dask.context import Closes, Device, DeviceKind, KeepsGroups, Rank, Sleeps
 from siirl_dask.errors import CheckpointError, RunError
-from siirl_dask.planner import Role
-from siirl_dask.trace import Lane
+from siirl_dask.planner import Iteration, Role
+from siirl_dask.trace import Lane, Recorder
 from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.named_errors import named_errors
+from siirl_dask.worker.phase_loaders import PhaseLoaders
+from siirl_dask.worker.stop import StopFlag, result_of
 
 States = dict[str, dict[str, Any]]
 """A state for each role."""
@@ -36,7 +41,11 @@ class StateStore(Protocol):
     """
 
     def save(
-        self, url: str, state: dict[str, Any], group: Any, progress: Callable[[], None]
+        self,
+        url: str,
+        state: dict[str, Any],
+        group: Any,
+        progress: Callable[[], None],
     ) -> Future[dict[str, FileDigest]]:
         """Begin to write ``state``, which may change once this returns. The future is done when all
         ranks have written it; it holds the digests of this rank's files by name. ``progress`` is
@@ -45,7 +54,11 @@ class StateStore(Protocol):
         ...
 
     def load(
-        self, url: str, state: dict[str, Any], group: Any, progress: Callable[[], None]
+        self,
+        url: str,
+        state: dict[str, Any],
+        group: Any,
+        progress: Callable[[], None],
     ) -> None:
         """Load into ``state``, in place."""
         ...
@@ -194,7 +207,7 @@ def build_roles(
     """Build each role that this worker has a rank in, and return the objects by role.
 
     ``reused`` are objects of an earlier run, by role, which are not built again: see
-    reused_roles.py.
+    ``BuiltRoles``.
 
     Roles are built in the order of ``ranks``, which is the same on all workers. On an accelerator
     an object with a ``sleep()`` sleeps while the next roles are built: an engine that is awake
@@ -245,3 +258,108 @@ def close_roles(resources: Mapping[str, Any]) -> None:
         for resource in reversed(list(resources.values())):
             if isinstance(resource, Closes):
                 closing.callback(resource.close)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRoles:
+    """The objects that a run has built on one worker, by role.
+
+    An object is reused if it is a ``KeepsGroups`` (as a ``HoldsNoGroups`` is), and its role is
+    placed on the same worker and device. In an elastic run its rank may be another one, or among
+    more or fewer. The DAG, and so builders and options, are the same: both runs are launches of one
+    start.
+    """
+
+    device: Device
+    resources: Mapping[str, Any]
+
+    def reusable(
+        self,
+        worker: str,
+        placement: Mapping[str, Sequence[str]],
+        *,
+        resumes: bool,
+    ) -> BuiltRoles:
+        """Return the objects that the next launch can reuse, which have left their process groups;
+        close all others.
+
+        ``placement`` has the workers of each role. ``resumes`` says whether a checkpoint will be
+        loaded: without one an object with a state, such as a trainer, must be built again.
+        """
+        reused = {}
+        for name, resource in self.resources.items():
+            if worker not in placement.get(name, ()) or not isinstance(resource, KeepsGroups):
+                continue
+            if not resumes and has_state(resource):
+                continue
+            if resource.leave_groups():
+                reused[name] = resource
+        close_roles(
+            {name: resource for name, resource in self.resources.items() if name not in reused}
+        )
+        return BuiltRoles(self.device, reused)
+
+    def for_device(self, device: Device) -> Mapping[str, Any]:
+        """Return the objects if they are on ``device``; close them otherwise."""
+        if device == self.device:
+            return self.resources
+        close_roles(self.resources)
+        return {}
+
+
+class CheckpointWriter:
+    """Saves the roles' states and the dataloaders' positions, and reports when they are copied
+    and when written.
+    """
+
+    def __init__(
+        self,
+        states: RoleStates,
+        loaders: PhaseLoaders,
+        report: Callable[[dict[str, Any]], None],
+        loop: asyncio.AbstractEventLoop,
+        stop: StopFlag,
+        trace: Recorder,
+    ) -> None:
+        self._states = states
+        self._loaders = loaders
+        self._report = report
+        self._loop = loop
+        self._stop = stop
+        self._trace = trace
+        self._written: Future[None] | None = None
+
+    def save(self, iteration: Iteration, url: str) -> None:
+        """Begin to write this worker's part of a checkpoint at ``url``, once that of the
+        previous one is written.
+        """
+        with self._trace.span(Lane.STORAGE, "save", "checkpoint"):
+            if self._written is not None:
+                result_of(self._written, self._stop)
+            saved = self._states.save(url)
+        self._written = asyncio.run_coroutine_threadsafe(
+            self._report_written(iteration, saved.writes), self._loop
+        )
+        saved_data = {**saved.as_data(), "positions": self._loaders.positions}
+        self._report(
+            {"kind": "done", "sequence": iteration.sequence, "metrics": {}, "saved": saved_data}
+        )
+
+    async def _report_written(
+        self, iteration: Iteration, writes: Mapping[str, Future[dict[str, FileDigest]]]
+    ) -> None:
+        started = time.monotonic_ns()
+        try:
+            written = await asyncio.gather(*map(asyncio.wrap_future, writes.values()))
+        except CheckpointError as error:
+            self._report({"kind": "unsaved", "what": f"{iteration}: {error}"})
+        else:
+            files: dict[str, tuple[int, str]] = {}
+            for role, digests in zip(writes, written, strict=True):
+                files |= {
+                    f"{role}/{name}": (digest.nbytes, digest.sha256)
+                    for name, digest in digests.items()
+                }
+            total = sum(nbytes for nbytes, _ in files.values())
+            self._trace.add(Lane.STORAGE, "write", "checkpoint", started, amount=total)
+            self._report({"kind": "written", "sequence": iteration.sequence, "files": files})

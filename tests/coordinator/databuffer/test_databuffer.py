@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.databuffer.allgather import GatheredStatistics
 from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.coordinator.databuffer.published import Published
+from siirl_dask.coordinator.databuffer.shares import GatheredStatistics
 from siirl_dask.coordinator.layout.assignment import row_statistics
 from siirl_dask.coordinator.transport.messages import Op, Request, TransitionKey, pack_ints
 from siirl_dask.errors import Aborted, DataError, PeerError
@@ -265,6 +265,35 @@ def test_forgetting_a_turn_frees_its_rows_and_statistics():
                 await transport.request("0", Request(op, buffers["0"].key(e, ITERATION)))
 
     asyncio.run(forget())
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_forgetting_what_came_before_leaves_the_iteration_that_is_under_way(way):
+    """One target waits before the rows are published, the other asks after they were."""
+    e, table, now = (
+        edge(("0",), ("1", "2"), Rows.REPLICATED),
+        make_rows(5),
+        Iteration("train", 2, 1),
+    )
+
+    async def work():
+        buffers, _ = buffers_of([e], way)
+
+        def forget():
+            for buffer in buffers.values():
+                buffer.forget(now.sequence)
+
+        early = asyncio.create_task(buffers["1"].pull(e, e, now))
+        await asyncio.sleep(0.01)
+        forget()
+        await buffers["0"].publish(e, now, table)
+        forget()
+        pulled = [await asyncio.wait_for(early, 20)]
+        forget()
+        pulled.append(await buffers["2"].pull(e, e, now))
+        return pulled
+
+    assert all(got.equals(table) for got in asyncio.run(work()))
 
 
 def alive(kind):

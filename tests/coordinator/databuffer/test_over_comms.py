@@ -17,10 +17,12 @@ from siirl_dask.coordinator.transport.carriers import HostCarrier, NetworkCarrie
 from siirl_dask.coordinator.transport.messages import Op
 from siirl_dask.coordinator.transport.peers import PeerTransport
 from siirl_dask.planner import Rows
+from tests.comms.ucxx_here import needs_ucxx
 from tests.coordinator.rows import ITERATION, SCHEMA, edge, make_rows, names, scatter
-from tests.coordinator.transport.comm_carriers import SECRET, TCP, TLS
+from tests.coordinator.transport.comm_carriers import SECRET, TCP, TLS, UCXX
 
-NETWORKS = {"rows+tcp": TCP, "rows+tls": TLS}
+NETWORKS = {"rows+tcp": TCP, "rows+tls": TLS, "rows+ucxx": UCXX}
+OVER_UCXX = pytest.param("rows+ucxx", marks=needs_ucxx)
 ON_HOST = pytest.param(
     "rows+unix",
     marks=pytest.mark.skipif(not shared_memory_domain(), reason="abstract sockets need Linux"),
@@ -91,7 +93,7 @@ async def joined(scheme, e, limits):
             await transport.close()
 
 
-@pytest.mark.parametrize("scheme", [*NETWORKS, ON_HOST])
+@pytest.mark.parametrize("scheme", ["rows+tcp", "rows+tls", OVER_UCXX, ON_HOST])
 def test_long_and_short_rows_arrive_equal_to_the_bit(scheme):
     """Some are received into their places, some copied there; a message holds a few rows."""
     e, table = edge(names(2), names(3, 1), Rows.BALANCED), make_long_rows(60)

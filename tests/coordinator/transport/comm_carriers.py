@@ -22,6 +22,7 @@ MEMBERS = {"a": "tcp://127.0.0.1:1", "b": "tcp://127.0.0.1:2"}
 NAME_OF_B = socket_name(RUN, "b", MEMBERS["b"])
 SECURITY = Security.temporary()
 TCP = NetworkAccess(scheme=Scheme.TCP, host="127.0.0.1")
+UCXX = NetworkAccess(scheme=Scheme.UCXX, host="127.0.0.1")
 TLS = NetworkAccess(
     scheme=Scheme.TLS,
     host="127.0.0.1",

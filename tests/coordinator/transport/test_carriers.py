@@ -12,7 +12,7 @@ import pytest
 from distributed import Scheduler, Worker
 from hypothesis import given, settings
 
-from siirl_dask.comms import backends, wire
+from siirl_dask.comms import listeners, wire
 from siirl_dask.comms.access import NetworkAccess
 from siirl_dask.comms.proofs import Side
 from siirl_dask.comms.wire import Pieces
@@ -22,6 +22,7 @@ from siirl_dask.coordinator.transport.messages import Op, Reply, Request
 from siirl_dask.coordinator.transport.peers import answers
 from siirl_dask.errors import ConfigError, PeerError
 from siirl_dask.testing.carriers import KEY, RUN, CarrierTests
+from tests.comms.ucxx_here import needs_ucxx
 from tests.coordinator.transport.comm_carriers import (
     HELLO,
     MALFORMED,
@@ -30,6 +31,7 @@ from tests.coordinator.transport.comm_carriers import (
     SECRET,
     TCP,
     TLS,
+    UCXX,
     between_hosts,
     fine,
     introduce,
@@ -67,12 +69,33 @@ class TestNetworkCarrierOverTls(CarrierTests):
             yield here, there.close
 
 
+@needs_ucxx
+class TestNetworkCarrierOverUcxx(CarrierTests):
+    @asynccontextmanager
+    async def joined(self, handler):
+        async with between_hosts(handler, UCXX) as (here, there, _):
+            yield here, there.close
+
+
 @needs_sockets
 def test_a_worker_of_another_host_is_not_reached_over_a_socket():
     async def work():
         return await asker().reaches("b")
 
     assert not asyncio.run(asyncio.wait_for(work(), 10))
+
+
+@needs_sockets
+def test_a_worker_that_ends_before_it_is_asked_is_gone_and_not_taken_for_one_of_another_host():
+    async def work():
+        async with on_host(fine) as (here, stop):
+            here.meet()
+            await stop()
+            assert await here.reaches("b")
+            with pytest.raises(OSError, match="no process of this host listens"):
+                await here.ask("b", ASKED)
+
+    asyncio.run(asyncio.wait_for(work(), 10))
 
 
 @needs_sockets
@@ -335,7 +358,7 @@ def test_a_connection_that_opens_when_its_carrier_is_closed_is_closed_too():
 
 
 def test_a_handshake_of_tls_that_is_under_way_ends_with_its_carrier(monkeypatch):
-    monkeypatch.setattr(backends, "_HANDSHAKE_SECONDS", 600)
+    monkeypatch.setattr(listeners, "_HANDSHAKE_SECONDS", 600)
 
     async def work():
         async with between_hosts(fine, TLS) as (_, there, port):

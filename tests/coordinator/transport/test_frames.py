@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.transport.frames import check_types, from_frames, to_frames
+from siirl_dask.coordinator.transport.messages import check_types, from_frames, to_frames
 from siirl_dask.errors import DataError, PeerError
 
 MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))

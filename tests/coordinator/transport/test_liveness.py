@@ -1,56 +1,90 @@
 """A process counts as gone when no ping is answered for the whole time, and not before."""
 
 import asyncio
-import time
+import selectors
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from siirl_dask.coordinator.transport.peers import answers
 
-
-def seconds_until(ping, seconds):
-    began = time.monotonic()
-    return asyncio.run(answers(ping, seconds)), time.monotonic() - began
+SECONDS = 4.5
 
 
-def test_one_that_never_answers_is_given_the_whole_time_and_no_more():
-    async def silent():
-        await asyncio.Event().wait()
+class Clock(selectors.SelectSelector):
+    """A selector that waits for nobody: the time that it is asked to wait has passed at once."""
 
-    async def refuses():
-        return False
+    now = 0.0
 
-    for ping in (silent, refuses):
-        alive, seconds = seconds_until(ping, 0.5)
-        assert not alive
-        assert 0.5 <= seconds < 2
+    def select(self, timeout=None):
+        if timeout is not None and timeout > 0:
+            self.now += timeout
+        return super().select(0)
 
 
-def test_one_that_answers_at_the_last_moment_is_alive_by_an_old_ping_or_a_new_one():
+class TimedLoop(asyncio.SelectorEventLoop):
+    def __init__(self, clock):
+        self.clock = clock
+        super().__init__(clock)
+
+    def time(self):
+        return self.clock.now
+
+
+def seconds_until(ping):
+    """Return whether ``ping(clock)`` is answered, and after how many seconds it is known."""
+    clock = Clock()
+    with asyncio.Runner(loop_factory=lambda: TimedLoop(clock)) as runner:
+        alive = runner.run(answers(lambda: ping(clock), SECONDS))
+        return alive, clock.now
+
+
+async def silent(clock):
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets it")
+
+
+async def refuses(clock):
+    return False
+
+
+@pytest.mark.parametrize("ping", [silent, refuses])
+def test_one_that_never_answers_is_waited_for_the_whole_time_and_no_longer(ping):
+    alive, seconds = seconds_until(ping)
+    assert not alive
+    assert seconds == pytest.approx(SECONDS)
+
+
+@given(st.floats(0, 0.899), st.booleans())
+def test_one_that_answers_after_an_outage_is_alive_by_an_old_ping_or_a_new_one(part, arrives_late):
     """Behind a link that is down for nine tenths of the time, either what was sent then arrives
     or what is sent now.
     """
-    for arrives_late in (True, False):
-        began = time.monotonic()
+    up_again = part * SECONDS
 
-        async def ping(began=began, arrives_late=arrives_late):
-            if time.monotonic() < began + 0.85 and not arrives_late:
-                await asyncio.Event().wait()
-            await asyncio.sleep(began + 0.85 - time.monotonic())
-            return True
-
-        alive, seconds = seconds_until(ping, 1.0)
-        assert alive
-        assert 0.8 < seconds < 1.0
-
-
-def test_time_in_which_this_process_stood_still_does_not_count():
-    asked = []
-
-    async def ping():
-        asked.append(time.monotonic())
-        if len(asked) == 9:
-            time.sleep(2)  # the event loop stands still, as under SIGSTOP
-        if len(asked) < 11:
-            await asyncio.Event().wait()
+    async def ping(clock):
+        if clock.now < up_again and not arrives_late:
+            await silent(clock)
+        await asyncio.sleep(up_again - clock.now)
         return True
 
-    assert seconds_until(ping, 0.5)[0]
+    alive, seconds = seconds_until(ping)
+    assert alive
+    assert up_again - 1e-6 <= seconds <= up_again + SECONDS / 10 + 1e-6
+
+
+@given(st.integers(0, 9), st.floats(SECONDS / 4, 100))
+def test_time_in_which_this_process_stood_still_does_not_count(slice_of_it, standstill):
+    """As under SIGSTOP, in any slice of the time."""
+    asked = []
+
+    async def ping(clock):
+        asked.append(clock.now)
+        if len(asked) == slice_of_it + 1:
+            clock.now += standstill  # the event loop stands still
+        if len(asked) < 11:
+            await silent(clock)
+        return True
+
+    assert seconds_until(ping)[0]

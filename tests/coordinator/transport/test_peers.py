@@ -3,6 +3,7 @@ this host.
 """
 
 import asyncio
+import time
 
 import pytest
 
@@ -14,7 +15,7 @@ from siirl_dask.coordinator.transport.messages import (
     TransitionKey,
 )
 from siirl_dask.coordinator.transport.peers import PeerTransport
-from siirl_dask.errors import PeerGone
+from siirl_dask.errors import PeerError, PeerGone, SilentPeer
 
 KEY = TransitionKey("run", 1, "train/a->b")
 
@@ -69,3 +70,74 @@ def test_a_peer_on_this_host_is_asked_once_as_no_link_can_fail():
     with pytest.raises(PeerGone, match="the peer is gone"):
         ask(Op.FETCH, near, far)
     assert (near.asked, far.asked) == (1, 0)
+
+
+class Busy:
+    """A carrier whose peer answers pings, or fails them, and nothing else."""
+
+    def __init__(self, failure=None, process_runs=False):
+        self.pings, self.failure, self.process_runs = 0, failure, process_runs
+
+    async def reaches(self, worker):
+        return True
+
+    async def ask(self, worker, request):
+        if request.op != Op.PING:
+            await asyncio.Event().wait()
+        self.pings += 1
+        if self.failure is not None:
+            raise self.failure
+        return Reply()
+
+    async def runs(self, worker, seconds):
+        return self.process_runs
+
+    async def close(self):
+        pass
+
+
+async def asked_of(carrier, timeout, on_silence):
+    """Ask a peer that is watched, and never answers this."""
+    transport = PeerTransport("run", {"b": "tcp://10.0.0.2:1"}, [carrier], timeout)
+    transport.watch("b", on_silence)
+    await transport.start()
+    try:
+        await transport.request("b", Request(Op.FETCH, KEY))
+    finally:
+        await transport.close()
+
+
+@pytest.mark.parametrize("failure", [ConnectionRefusedError("no listener"), PeerError("no run")])
+def test_a_peer_whose_pings_fail_ends_every_wait_for_it(failure):
+    silent = []
+    with pytest.raises(SilentPeer, match=r"no sign of life within 0\.3 s"):
+        asyncio.run(asyncio.wait_for(asked_of(Busy(failure), 0.3, silent.append), 60))
+    assert len(silent) == 1
+
+
+@pytest.mark.parametrize("carrier", [Busy(), Busy(OSError(), process_runs=True)])
+def test_a_peer_that_answers_pings_or_whose_process_runs_is_waited_for(carrier):
+    silent = []
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(asked_of(carrier, 0.3, silent.append), 1.5))
+    assert carrier.pings
+    assert silent == []
+
+
+def test_a_peer_that_owes_an_answer_is_pinged_twenty_times_in_the_timeout_and_not_more():
+    """Rounds that are further apart notice a death late; closer ones keep every peer busy."""
+    carrier, timeout = Busy(), 2.0
+
+    async def wait():
+        transport = PeerTransport("run", {"b": "tcp://10.0.0.2:1"}, [carrier], timeout)
+        await transport.start()
+        asked = asyncio.create_task(transport.request("b", Request(Op.FETCH, KEY)))
+        began = time.monotonic()
+        while carrier.pings < 4:
+            await asyncio.sleep(0.01)
+        seconds = time.monotonic() - began
+        asked.cancel()
+        await transport.close()
+        return seconds
+
+    assert asyncio.run(asyncio.wait_for(wait(), 60)) >= 4 * timeout / 20

@@ -3,6 +3,7 @@ checked.
 """
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -75,6 +76,34 @@ def test_any_request_is_answered_or_refused_and_the_next_is_served(requests):
         return await buffers["1"].pull(EDGE, EDGE, ITERATION)
 
     assert asyncio.run(ask()).equals(table)
+
+
+@pytest.mark.parametrize("place", [-64, -(2**40), 2**40, 1.5, "0", None])
+def test_rows_are_written_nowhere_but_into_the_askers_memory(place):
+    """The request that a target sends, but for the first byte of each column in its segment."""
+    table = make_rows(10)
+    refused = []
+
+    async def pull():
+        buffers, transport = buffers_of([EDGE], "shared memory")
+        handle = transport.handlers["0"]
+
+        async def tried(request):
+            target = request.body.get("target")
+            if request.op == Op.FETCH and target is not None:
+                columns = [[segment, place, layout] for segment, _, layout in target["columns"]]
+                body = {**request.body, "target": {**target, "columns": columns}}
+                with pytest.raises(PeerError, match="refused to write rows"):
+                    await handle(replace(request, body=body))
+                refused.append(place)
+            return await handle(request)
+
+        transport.handlers["0"] = tried
+        await buffers["0"].publish(EDGE, ITERATION, table)
+        return await buffers["1"].pull(EDGE, EDGE, ITERATION)
+
+    assert asyncio.run(pull()).equals(table)
+    assert refused
 
 
 NASTY = [

@@ -2,6 +2,7 @@
 waited for.
 """
 
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import given
 
 from siirl_dask.observe.trace.bottleneck import WaitCauses
 from siirl_dask.observe.trace.trace_table import read_spans, trace_table
-from siirl_dask.observe.trace.transfers import SENT, SHARED, record_transfers, transfers
-from siirl_dask.trace import Lane, Recorder
+from siirl_dask.observe.trace.transfers import transfers
+from siirl_dask.trace import SENT, SHARED, Lane, Recorder, record_transfers
 from siirl_dask.views.dashboard import timeline as module
 from siirl_dask.views.dashboard.timeline import Leaves, critical_path, leaf_spans, timeline
 from tests.observe.traces import chains, span
@@ -87,7 +88,7 @@ def test_a_timeline_of_very_many_spans_is_bounded_and_says_so(monkeypatch):
 @pytest.mark.parametrize("source", ["0", "tcp://10.0.0.1:41", "a by messages"])
 def test_bytes_from_worker_to_worker_survive_the_trace_with_their_way(source):
     recorder = Recorder()
-    record_transfers(recorder, {source: 5}, {source: 105, "9": 7}, ({source: 5}, {source: 65}), 10)
+    record_transfers(recorder, Counter({source: 100, "9": 7}), {source: 60}, at=10)
     spans = read_spans([(1, trace_table(recorder.drain(), "2", "clock", 0))])
     found = transfers(spans)
     assert found.ways == {(source, "2"): {SHARED: 60, SENT: 40}, ("9", "2"): {SENT: 7}}

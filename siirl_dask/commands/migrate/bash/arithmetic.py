@@ -69,7 +69,9 @@ def _number(node: ast.expr, number_of: Callable[[str], int]) -> int:
             return int(not _number(operand, number_of))
         case ast.BoolOp(op=op, values=values):
             numbers = (_number(value, number_of) for value in values)
-            return int(all(numbers) if isinstance(op, ast.And) else any(numbers))
+            if isinstance(op, ast.And):
+                return int(all(numbers))
+            return int(any(numbers))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
             second = _number(right, number_of)
             if isinstance(op, (ast.LShift, ast.RShift)) and not 0 <= second < 64:

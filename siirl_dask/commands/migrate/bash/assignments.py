@@ -68,7 +68,9 @@ class Assignments:
             return
         name = text_of(target)
         appends = any(child.type == "+=" for child in node.children)
-        before = self._state.variables.get(name) if appends else None
+        before = None
+        if appends:
+            before = self._state.variables.get(name)
         if value is not None and value.type == "array":
             inside = text_without(value, ("comment",)).strip()[1:-1]
             tokens = split_source(inside)
@@ -87,7 +89,9 @@ class Assignments:
         text = Expander(self._state, line).text(source)
         if name == "IFS":
             self._notes.append(f"line {line}: IFS is set, and words are split at white space here")
-        before = self._state.variables.get(name) if appends else None
+        before = None
+        if appends:
+            before = self._state.variables.get(name)
         if before is not None and before.words:
             text = joined([*before.words[0].text, *text])
         self._state.assign(name, Variable((Word(text, line),)))
@@ -111,16 +115,17 @@ class Assignments:
             if child.type == "word" and text_of(child).startswith("-")
             for letter in text_of(child)[1:]
         }
-        makes_local = node.children[0].type in ("local", "declare", "typeset")
-        is_local = bool(self._locals) if makes_local else False
-        if "g" in flags:
-            is_local = False
+        is_local = False
+        if node.children[0].type in ("local", "declare", "typeset") and "g" not in flags:
+            is_local = bool(self._locals)
         line = line_of(node)
         # bash expands all words before it assigns any of them
         assigned: list[tuple[str, Variable]] = []
         for child in node.named_children:
             target = child.child_by_field_name("name")
-            name = text_of(child) if target is None else text_of(target)
+            name = text_of(child)
+            if target is not None:
+                name = text_of(target)
             if child.type in ("string", "raw_string", "concatenation"):
                 assigned += self._declared_in_quotes(child)
                 continue
@@ -130,7 +135,9 @@ class Assignments:
                 before = self._state.variables.get(name)
                 self._locals[-1][name] = (before, name in self._state.unset)
             value = child.child_by_field_name("value")
-            is_array = False if value is None else value.type == "array"
+            is_array = False
+            if value is not None:
+                is_array = value.type == "array"
             appends = any(one.type == "+=" for one in child.children)
             if child.type == "variable_name":
                 if is_local:
@@ -152,7 +159,9 @@ class Assignments:
         line = line_of(node)
         for word in self._expander(node).words(text_of(node)):
             text = word.text
-            first = text[0] if text and isinstance(text[0], str) else ""
+            first = ""
+            if text and isinstance(text[0], str):
+                first = text[0]
             match = ASSIGNMENT.fullmatch(first)
             if match is None or match[2]:
                 shown_text = " ".join(text_of(node).split())

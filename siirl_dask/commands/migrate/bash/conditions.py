@@ -70,7 +70,9 @@ def matches(state: State, text: Text, pattern: Text, *, is_pattern: bool, line: 
         wanted = wanted.lower()
     if value is not None and wanted is not None:
         pattern_text = wanted.replace("[^", "[!")
-        return fnmatchcase(value, pattern_text) if has_wildcards else value == wanted
+        if has_wildcards:
+            return fnmatchcase(value, pattern_text)
+        return value == wanted
     if state.ignores_case:
         return state.assumptions.holds(f"{shown(left)} = {shown(right)}", line)
     symbol = lone_symbol(left)
@@ -92,10 +94,13 @@ def test(state: State, source: str, *, splits: bool, line: int) -> bool:
         if splits:
             operands += [_Operand(word.text, is_pattern=False) for word in expander.words(token)]
         else:
-            before = known(operands[-1].text) if operands else None
-            is_pattern = before in _EQUALITIES
-            text = expander.pattern(token) if is_pattern else expander.text(token)
-            operands.append(_Operand(text, is_pattern=is_pattern))
+            before = None
+            if operands:
+                before = known(operands[-1].text)
+            if before in _EQUALITIES:
+                operands.append(_Operand(expander.pattern(token), is_pattern=True))
+            else:
+                operands.append(_Operand(expander.text(token), is_pattern=False))
     return _Test(state, operands, " ".join(source.split()), line, calculates=not splits).result()
 
 
@@ -129,14 +134,17 @@ class _Test:
 
     def _word(self, ahead: int = 0) -> str | None:
         place = self._place + ahead
-        return known(self._operands[place].text) if place < len(self._operands) else None
+        if place >= len(self._operands):
+            return None
+        return known(self._operands[place].text)
 
     def _any(self) -> bool:
         holds = self._all()
         while self._word() in ("||", "-o") and self._place < len(self._operands):
             self._place += 1
             other = self._all()
-            holds = holds if holds else other
+            if not holds:
+                holds = other
         return holds
 
     def _all(self) -> bool:
@@ -144,7 +152,8 @@ class _Test:
         while self._word() in ("&&", "-a") and self._place < len(self._operands):
             self._place += 1
             other = self._one()
-            holds = other if holds else holds
+            if holds:
+                holds = other
         return holds
 
     def _one(self) -> bool:
@@ -165,13 +174,17 @@ class _Test:
         return self._operands[self._place - 1]
 
     def _primary(self) -> bool:
-        operation = self._word(1) if self._place + 2 < len(self._operands) else None
+        operation = None
+        if self._place + 2 < len(self._operands):
+            operation = self._word(1)
         first = self._take()
         if operation in _BINARY:
             chosen = known(self._take().text)
             return self._compare(first, str(chosen), self._take())
         flag = known(first.text)
-        is_unary = re.fullmatch(r"-[a-zA-Z]", "" if flag is None else flag) is not None
+        is_unary = False
+        if flag is not None:
+            is_unary = re.fullmatch(r"-[a-zA-Z]", flag) is not None
         if is_unary and self._place < len(self._operands) and self._word() not in ("&&", "||"):
             return self._check(str(flag), self._take())
         return not self._is_empty(first.text)
@@ -215,8 +228,10 @@ class _Test:
             return self._state.assumptions.holds(text, self._line)
         if operation in _NUMBERS:
             return self._compare_numbers(first, operation, second)
-        if operation in ("<", ">"):
-            return first < second if operation == "<" else first > second
+        if operation == "<":
+            return first < second
+        if operation == ">":
+            return first > second
         return self._state.assumptions.holds(f"{first} {operation} {second}", self._line)
 
     def _compare_numbers(self, first: str, operation: str, second: str) -> bool:
@@ -254,8 +269,12 @@ def arithmetic_command(state: State, source: str, line: int) -> bool | None:
         except UnknownNumber:
             return state.assumptions.holds(f"(({source}))", line)
     name, operation, rest = match.groups()
-    operand = rest.strip() if rest.strip() else "1"
-    formula = rest if operation == "=" else f"{name} {operation[0]} ({operand})"
+    operand = rest.strip()
+    if not operand:
+        operand = "1"
+    formula = rest
+    if operation != "=":
+        formula = f"{name} {operation[0]} ({operand})"
     expander.forget_changed(rest)
     try:
         text = (str(expander.number(formula)),)

@@ -122,7 +122,9 @@ class Evaluation:
                 return self._list(node)
             case "negated_command":
                 status = self._run(node.named_children[-1])
-                return None if status is None else not status
+                if status is None:
+                    return None
+                return not status
             case "redirected_statement":
                 return self._redirected(node)
             case "pipeline" | "subshell":
@@ -200,15 +202,19 @@ class Evaluation:
         assert variable is not None
         assert body is not None
         values = node.children_by_field_name("value")
-        tokens = split_source(text_between(node, values[0], body).rstrip("; \n")) if values else []
+        tokens = []
         if "in" not in {child.type for child in node.children}:
             tokens = ['"$@"']
+        elif values:
+            tokens = split_source(text_between(node, values[0], body).rstrip("; \n"))
         words = [word for token in tokens for word in self._expander(node).words(token)]
         for word in words[:_MOST_ROUNDS]:
             text = self.state.assumptions.resolved(word.text)
             # what a command prints may be no word at all
             symbol = lone_symbol(text)
-            is_printed = False if symbol is None else not symbol.environment
+            is_printed = False
+            if symbol is not None:
+                is_printed = not symbol.environment
             if is_printed and not self.state.assumptions.holds(
                 f"for: {shown(text)}", line_of(node)
             ):
@@ -261,7 +267,9 @@ class Evaluation:
         status = self._run(left)
         if status is None:
             status = self.state.assumptions.holds(text_of(left), line_of(left))
-        return self._run(right) if status == is_and else status
+        if status == is_and:
+            return self._run(right)
+        return status
 
     def _apart(self, nodes: Sequence[Node]) -> bool | None:
         """Run the parts of a pipeline, a subshell or what runs in the background, whose variables
@@ -332,7 +340,9 @@ class Evaluation:
             and known(words[1].text if words[1:] else ()) != "-v"
         ):
             words = words[1:]
-            name = known(words[0].text) if words else None
+            name = None
+            if words:
+                name = known(words[0].text)
         arguments = words[1:]
         if name in self._functions:
             return self._function(str(name), arguments, line_of(node))
@@ -341,7 +351,11 @@ class Evaluation:
         return self._builtin(str(name), arguments, node, source)
 
     def _builtin(
-        self, name: str, arguments: Sequence[Word], node: Node, source: str
+        self,
+        name: str,
+        arguments: Sequence[Word],
+        node: Node,
+        source: str,
     ) -> bool | None:
         """Run what the shell itself does; return None for a program that may fail."""
         texts = [known(self.state.assumptions.resolved(word.text)) for word in arguments]
@@ -363,13 +377,18 @@ class Evaluation:
                 return False
             case "test" | "[":
                 inside = source.strip().removeprefix(name).strip()
-                inside = inside.removesuffix("]") if name == "[" else inside
+                if name == "[":
+                    inside = inside.removesuffix("]")
                 return test(self.state, inside, splits=True, line=line)
             case "let":
                 return arithmetic_command(self.state, " ".join(map(str, texts)), line)
             case "shift":
-                first = str(texts[0]) if texts else ""
-                count = int(first) if first.isdigit() else 1
+                first = ""
+                if texts:
+                    first = str(texts[0])
+                count = 1
+                if first.isdigit():
+                    count = int(first)
                 if count > len(self.state.positional):
                     return False
                 self.state.positional = self.state.positional[count:]
@@ -391,11 +410,15 @@ class Evaluation:
             case "read" | "mapfile" | "readarray" | "getopts":
                 for text in texts:
                     self._variables.set_unknown(text, source, line)
-                return None if name in ("getopts", "read") else True
+                if name in ("getopts", "read"):
+                    return None
+                return True
             case "printf" if texts[:1] == ["-v"]:
                 self._variables.set_unknown(texts[1], source, line)
                 return True
-        return True if name in _SUCCEED else None
+        if name in _SUCCEED:
+            return True
+        return None
 
     def _evaluated(self, texts: Sequence[Text], line: int) -> bool | None:
         """Run the text of an ``eval``, whose calls are of its own line."""

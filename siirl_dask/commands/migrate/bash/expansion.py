@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fnmatch import fnmatchcase
 
 from siirl_dask.commands.migrate.bash.arithmetic import CHANGES, UnknownNumber, calculate
 from siirl_dask.commands.migrate.bash.fields import Fields
@@ -14,6 +13,7 @@ from siirl_dask.commands.migrate.bash.quoting import (
     after_single_quote,
     split_at,
 )
+from siirl_dask.commands.migrate.bash.substitution import anchored, replaced, trimmed
 from siirl_dask.commands.migrate.bash.values import (
     State,
     Symbol,
@@ -96,7 +96,9 @@ class Expander:
     def forget_changed(self, formula: str) -> None:
         """Take variables that a formula counts up or down for unknown from here on."""
         for match in CHANGES.finditer(formula):
-            name = match[1] if match[1] else match[2]
+            name = match[1]
+            if not name:
+                name = match[2]
             symbol = Symbol(f"(({formula.strip()}))", self._line)
             self._state.assign(name, Variable((Word((symbol,), self._line),)))
 
@@ -140,8 +142,13 @@ class Expander:
                 fields.add((letter,), quoted=False)
                 place += 1
             else:
-                run = (_PLAIN_IN_QUOTES if in_quotes else _PLAIN).match(source, place)
-                text = letter if run is None else run[0]
+                plain = _PLAIN
+                if in_quotes:
+                    plain = _PLAIN_IN_QUOTES
+                run = plain.match(source, place)
+                text = letter
+                if run is not None:
+                    text = run[0]
                 if in_quotes:
                     fields.add((text,), quoted=True)
                 else:
@@ -158,8 +165,9 @@ class Expander:
     def _escape(self, source: str, place: int, fields: Fields, *, in_quotes: bool) -> int:
         following = source[place + 1 : place + 2]
         if following != "\n":
-            is_literal = following not in _ESCAPED_IN_QUOTES if in_quotes else False
-            fields.add(joined(["\\" + following if is_literal else following]), quoted=True)
+            if in_quotes and following not in _ESCAPED_IN_QUOTES:
+                following = f"\\{following}"
+            fields.add(joined([following]), quoted=True)
         return place + 2
 
     def _reference(self, source: str, place: int, fields: Fields, *, quoted: bool) -> int:
@@ -191,7 +199,10 @@ class Expander:
             return place + 1
         if following == "[":
             end = source.find("]", place)
-            end = len(source) if end < 0 else end + 1
+            if end < 0:
+                end = len(source)
+            else:
+                end += 1
             fields.add((Symbol(source[place:end], self._line),), quoted=quoted)
             return end
         name = _NAME.match(source, place + 1)
@@ -226,19 +237,28 @@ class Expander:
         if not _NAME.fullmatch(name):
             return (Word((Symbol(f"${name}", self._line),), self._line),)
         variable = self._state.variables.get(name)
-        if variable is None or index in ("@", "*"):
-            return None if variable is None else variable.words
+        if variable is None:
+            return None
+        if index in ("@", "*"):
+            return variable.words
         if not variable.is_array and index is None:
             return variable.words
+        place = 0
         try:
-            place = 0 if index is None else self.number(index)
+            if index is not None:
+                place = self.number(index)
         except UnknownNumber:
             return (Word((Symbol(f"${{{name}[{index}]}}", self._line),), self._line),)
-        first = lone_symbol(variable.words[0].text) if variable.words else None
+        first = None
+        if variable.words:
+            first = lone_symbol(variable.words[0].text)
         if first is not None and first.source == f"${{{name}[@]}}":
             return variable.words  # elements were set one by one, and are not known
-        place = place + len(variable.words) if place < 0 else place
-        return variable.words[place : place + 1] if place >= 0 else ()
+        if place < 0:
+            place += len(variable.words)
+        if place < 0:
+            return ()
+        return variable.words[place : place + 1]
 
     def _parameter(self, body: str, fields: Fields, *, quoted: bool) -> None:
         """Add the value of ``${body}``."""
@@ -248,7 +268,9 @@ class Expander:
             return
         name = match["name"]
         index = match["index"]
-        operator = match["operator"] if match["operator"] else ""
+        operator = match["operator"]
+        if not operator:
+            operator = ""
         words = self._values(name, index)
         is_list = not {"@", "*"}.isdisjoint((name, index))
         if match["prefix"] or (match["rest"] and not operator):
@@ -266,7 +288,9 @@ class Expander:
             if name not in self._state.unset:
                 fields.add((self._environment(name),), quoted=quoted)
             return
-        elements = [] if words is None else [*words]
+        elements = []
+        if words is not None:
+            elements = [*words]
         if operator == ":" and is_list:
             elements = self._slice(elements, body, match["rest"], counts_name=name in ("@", "*"))
         elif operator:
@@ -281,21 +305,31 @@ class Expander:
         self._add_elements(elements, fields, quoted=quoted, is_list=is_list)
 
     def _slice(
-        self, elements: list[Word], body: str, rest: str, *, counts_name: bool
+        self,
+        elements: list[Word],
+        body: str,
+        rest: str,
+        *,
+        counts_name: bool,
     ) -> list[Word]:
         """Return some elements of a list. Of the positional ones, number 0 is the script's name."""
         first, _, length = rest.partition(":")
         try:
             start = self.number(first)
-            count = self.number(length) if length.strip() else None
+            count = None
+            if length.strip():
+                count = self.number(length)
         except UnknownNumber:
             return [Word((Symbol(f"${{{body}}}", self._line),), self._line)]
         size = len(elements) + counts_name
-        start = start + size if start < 0 else start
+        if start < 0:
+            start += size
         if start < 0 or (count is not None and count < 0) or (counts_name and start == 0):
             return [Word((Symbol(f"${{{body}}}", self._line),), self._line)]
         chosen = elements[start - counts_name :]
-        return chosen if count is None else chosen[:count]
+        if count is None:
+            return chosen
+        return chosen[:count]
 
     def _add_elements(
         self, elements: list[Word], fields: Fields, *, quoted: bool, is_list: bool
@@ -341,7 +375,9 @@ class Expander:
         if match["prefix"] == "#":
             if match["index"] in ("@", "*") or match["name"] in ("@", "*"):
                 return (str(len(texts)),)
-            return unread if texts[0] is None else (str(len(texts[0])),)
+            if texts[0] is None:
+                return unread
+            return (str(len(texts[0])),)
         if match["prefix"] == "!" and texts[0] is not None and _NAME.fullmatch(texts[0]):
             return self.quoted("${" + texts[0] + "}")
         return unread
@@ -349,8 +385,12 @@ class Expander:
     def _changed(self, text: Text, body: str, operator: str, rest: str) -> Text:
         """Return a value without a prefix or suffix, with a part replaced, or in another case."""
         value = known(self._resolved(text))
-        parts = split_at(rest, "/") if operator.startswith("/") else [rest]
-        anchor = parts[0][:1] if operator == "/" and parts[0][:1] in ("#", "%") else ""
+        parts = [rest]
+        if operator.startswith("/"):
+            parts = split_at(rest, "/")
+        anchor = ""
+        if operator == "/" and parts[0][:1] in ("#", "%"):
+            anchor = parts[0][:1]
         argument = known(self.pattern(parts[0].removeprefix(anchor)))
         replacement = known(self.text("/".join(parts[1:])))
         unread = (Symbol(f"${{{body}}}", self._line),)
@@ -358,15 +398,15 @@ class Expander:
             return unread
         argument = argument.replace("[^", "[!")
         if anchor:
-            return joined([_anchored(value, anchor, argument, replacement)])
+            return joined([anchored(value, anchor, argument, replacement)])
         if operator in ("^^", ",,", "^", ",") and argument:
             return unread
         match operator:
             case "#" | "##" | "%" | "%%":
-                return joined([_trimmed(value, operator, argument)])
+                return joined([trimmed(value, operator, argument)])
             case "/" | "//":
                 everywhere = operator == "//"
-                return joined([_replaced(value, argument, replacement, everywhere=everywhere)])
+                return joined([replaced(value, argument, replacement, everywhere=everywhere)])
             case "^^":
                 return joined([value.upper()])
             case ",,":
@@ -395,44 +435,6 @@ class Expander:
 
 
 def _present(words: tuple[Word, ...]) -> tuple[Word, ...] | None:
-    return words if words else None
-
-
-def _trimmed(value: str, operator: str, pattern: str) -> str:
-    """Return a value without the shortest or longest beginning or end that matches."""
-    places = range(len(value) + 1)
-    if operator.startswith("#"):
-        found = [place for place in places if fnmatchcase(value[:place], pattern)]
-        if not found:
-            return value
-        return value[max(found) if operator == "##" else min(found) :]
-    found = [place for place in places if fnmatchcase(value[place:], pattern)]
-    if not found:
-        return value
-    return value[: min(found) if operator == "%%" else max(found)]
-
-
-def _anchored(value: str, anchor: str, pattern: str, replacement: str) -> str:
-    """Return a value whose longest beginning or end that matches is replaced."""
-    operator = "##" if anchor == "#" else "%%"
-    rest = _trimmed(value, operator, pattern)
-    if rest == value and not fnmatchcase("", pattern):
-        return value
-    return replacement + rest if anchor == "#" else rest + replacement
-
-
-def _replaced(value: str, pattern: str, replacement: str, *, everywhere: bool) -> str:
-    made: list[str] = []
-    place = 0
-    while place < len(value):
-        ends = range(len(value), place, -1)
-        end = next((one for one in ends if fnmatchcase(value[place:one], pattern)), None)
-        if end is None:
-            made.append(value[place])
-            place += 1
-            continue
-        made.append(replacement)
-        place = end
-        if not everywhere:
-            break
-    return "".join(made) + value[place:]
+    if words:
+        return words
+    return None

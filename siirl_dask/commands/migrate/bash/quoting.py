@@ -63,7 +63,9 @@ def after_piece(source: str, place: int) -> int:
         return after_quote(source, place)
     if letter == "`":
         end = source.find("`", place + 1)
-        return len(source) if end < 0 else end + 1
+        if end < 0:
+            return len(source)
+        return end + 1
     if letter == "$" and source[place + 1 : place + 2] in _CLOSERS:
         return after_bracket(source, place + 1)
     return place + 1
@@ -78,7 +80,8 @@ def split_source(source: str) -> list[str]:
         is_space = source[place].isspace()
         is_joint = source.startswith("\\\n", place)
         if not is_space and not is_joint:
-            start = place if start is None else start
+            if start is None:
+                start = place
             place = after_piece(source, place)
             continue
         # a continued line within a word goes on with that word

@@ -74,7 +74,9 @@ def branches(node: Node) -> list[tuple[list[Node], list[Node]]]:
     for clause in (node, *clauses):
         parts = [one for one in clause.named_children if one.type not in (*_CLAUSES, "comment")]
         starts = [one.start_byte for one in clause.children if one.type == "then"]
-        body_start = starts[0] if starts else clause.start_byte
+        body_start = clause.start_byte
+        if starts:
+            body_start = starts[0]
         conditions = [one for one in parts if one.start_byte < body_start]
         found.append((conditions, [one for one in parts if one.start_byte >= body_start]))
     return found

@@ -21,7 +21,9 @@ class Symbol:
     @property
     def key(self) -> str:
         """Identity: all places where an environment variable is read have the same value."""
-        return self.environment if self.environment else f"{self.source} (line {self.line})"
+        if self.environment:
+            return self.environment
+        return f"{self.source} (line {self.line})"
 
 
 Text = tuple[str | Symbol, ...]
@@ -59,7 +61,9 @@ def joined(pieces: Iterable[str | Symbol]) -> Text:
 def known(text: Text) -> str | None:
     """Return text without symbols; None where it has one."""
     strings = [piece for piece in text if isinstance(piece, str)]
-    return "".join(strings) if len(strings) == len(text) else None
+    if len(strings) < len(text):
+        return None
+    return "".join(strings)
 
 
 def shown(text: Text) -> str:
@@ -127,7 +131,9 @@ class Assumptions:
 
     def _next(self) -> bool:
         place = len(self.decisions)
-        return self.prefix[place] if place < len(self.prefix) else True
+        if place < len(self.prefix):
+            return self.prefix[place]
+        return True
 
     def resolved(self, text: Text) -> Text:
         """Return text with the assumed values in place of their symbols."""
@@ -143,12 +149,18 @@ class Assumptions:
             return ""
         symbol = about[0].symbol
         if symbol is None:
-            return f"`{subject}` {'holds' if about[0].answer else 'does not hold'}"
-        name = symbol.variable if symbol.variable else symbol.source
+            if about[0].answer:
+                return f"`{subject}` holds"
+            return f"`{subject}` does not hold"
+        name = symbol.source
+        if symbol.variable:
+            name = symbol.variable
         if symbol.key in self.values:
             return f"{name}={self.values[symbol.key]}"
         others = " or ".join(f"{name}={one.literal}" for one in about)
-        return f"neither {others}" if len(about) > 1 else f"not {others}"
+        if len(about) > 1:
+            return f"neither {others}"
+        return f"not {others}"
 
 
 @dataclass(slots=True)

@@ -10,17 +10,24 @@ from typing import Any
 from siirl_dask.commands.migrate.given import Given
 from siirl_dask.commands.migrate.trl.script import TrlScript, read_trl_script
 from siirl_dask.config.file import foreign_value, foreign_values
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, clause
 
 _LAUNCHERS = ("trl", "accelerate", "torchrun", "deepspeed")
-_OF_VERL = re.compile(r"(.*/)?main_\w+\.py")
+_NO_SCRIPT = re.compile(r"(.*/)?main_\w+\.py|\+{0,2}\w+\.[\w.]+=.*")
+"""A script of verl's, and one of its options, such as custom_reward_function.path=mine.py."""
 _KNOWN = (
     "num_generations", "max_completion_length", "model_name_or_path", "reward_funcs", "per_device_train_batch_size",
     "gradient_accumulation_steps", "learning_rate", "dataset_name", "num_train_epochs", "use_vllm", "max_steps",
     "loss_type", "output_dir", "beta",
 )  # fmt: skip
 """Keys by which a YAML file is known as one of TRL's."""
-_PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
+_PROCESSES = {"num_processes": "", "nproc_per_node": "nnodes", "num_gpus": "num_nodes"}
+"""Options of launchers that count processes, and those that count the hosts of as many each."""
+_LAUNCH_FILES = ("config_file", "accelerate_config")
+"""Options that name a YAML file of accelerate's."""
+_SHIPPED_FILES = dict.fromkeys(("zero1", "zero2", "zero3", "fsdp1", "fsdp2", "multi_gpu"), 8)
+_SHIPPED_FILES |= {"single_gpu": 1}
+"""Files of accelerate's that come with TRL, by name, and the processes of each."""
 _STOCK_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 
 
@@ -30,7 +37,7 @@ def is_trl(words: Sequence[str]) -> bool:
         return False
     if words[0] in _LAUNCHERS:
         return True
-    if any(word.endswith(".py") and not _OF_VERL.fullmatch(word) for word in words[:3]):
+    if any(word.endswith(".py") and not _NO_SCRIPT.fullmatch(word) for word in words[:3]):
         return True
     path = Path(words[0])
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
@@ -48,16 +55,14 @@ def read_trl(words: Sequence[str]) -> Given:
     """Return the options of words. ConfigError for a file that is not there, or has no trainer."""
     if Path(words[0]).suffix in (".yaml", ".yml"):
         values = _yaml(Path(words[0])) | _arguments(words[1:])
-        return _stock(values, words[0])
+        return _stock(_with_processes(values, {}), words[0])
     place = _place_of_script(words)
     launcher = _arguments(words[:place])
-    processes = [launcher[name] for name in _PROCESSES if name in launcher]
     values = _arguments(words[place + 1 :])
     config = values.pop("config", None)
     if config is not None:
         values = _yaml(Path(str(config))) | values
-    if processes:
-        values["num_processes"] = processes[-1]
+    values = _with_processes(values, launcher)
     if words[place] == "grpo":
         return _stock(values, "the command line")
     path = Path(words[place])
@@ -67,6 +72,30 @@ def read_trl(words: Sequence[str]) -> Given:
             script.put(name, value, 0)
             script.unread.pop(name, None)
     return _given(script, str(path))
+
+
+def _with_processes(values: Mapping[str, Any], launcher: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with the number of processes that a launcher starts on all hosts, by its
+    options or else by its YAML file; without one where neither tells.
+    """
+    found = dict(values)
+    file = next((launcher[one] for one in _LAUNCH_FILES if one in launcher), None)
+    for name in _LAUNCH_FILES:
+        file = found.pop(name, file)
+    counts = [(name, hosts) for name, hosts in _PROCESSES.items() if name in launcher]
+    if counts:
+        name, hosts = counts[-1]
+        number = launcher[name]
+        several = launcher.get(hosts, 1)
+        found["num_processes"] = f"{number} x {several}"
+        if isinstance(number, int) and isinstance(several, int):
+            found["num_processes"] = number * several
+    elif file is not None and "num_processes" not in found:
+        number = _SHIPPED_FILES.get(str(file))
+        if number is None and Path(str(file)).is_file():
+            number = _yaml(Path(str(file))).get("num_processes")
+        found["num_processes"] = f"that of {file}" if number is None else number
+    return found
 
 
 def _place_of_script(words: Sequence[str]) -> int:
@@ -83,7 +112,9 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}: expected a script or a YAML file of TRL's") from error
+        raise ConfigError(
+            f"{path}: {clause(error)}: expected a script or a YAML file of TRL's"
+        ) from error
 
 
 def _yaml(path: Path) -> dict[str, Any]:
@@ -114,7 +145,9 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
         elif len(read) > 1:
             values[key] = read
         else:
-            values[key] = read[0] if read else True
+            values[key] = True
+            if read:
+                values[key] = read[0]
     return values
 
 
@@ -124,7 +157,9 @@ def _stock(values: Mapping[str, Any], origin: str) -> Given:
     for name, value in values.items():
         script.put(name, value, 0)
     rewards = values.get("reward_funcs", [])
-    names = rewards if isinstance(rewards, list) else [rewards]
+    names = rewards
+    if not isinstance(rewards, list):
+        names = [rewards]
     script.values["reward_funcs"] = [_stock_reward(str(name)) for name in names]
     if any("accuracy" in str(name) for name in names):
         script.columns.append("solution")
@@ -155,4 +190,5 @@ def _given(script: TrlScript, origin: str) -> Given:
         lines=script.lines,
         unread=script.unread,
         questions=script.questions,
+        undecided=script.undecided,
     )

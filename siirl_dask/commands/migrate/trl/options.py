@@ -39,21 +39,25 @@ TRL = (
          "a step here; epochs follow from the rows"),
     rule("loss_type", "algorithm.loss, algorithm.aggregation", "dapo by default there; benchmarks/trl.md has how far "
          "apart each is"),
-    rule("importance_sampling_level", "algorithm.loss", "sequence is gspo"),
+    rule("importance_sampling_level", "algorithm.loss", "sequence is gspo, of grpo, bnpo, dapo, dr_grpo and luspo"),
     rule("epsilon epsilon_high delta sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos "
-         "vespo_k_neg vespo_lambda_neg", "algorithm.loss_options", "delta is dual_clip; k of vespo are powers, its "
-         "lambda decays"),
+         "vespo_k_neg vespo_lambda_neg", "algorithm.loss_options", "delta is dual_clip; cispo's clip_high is "
+         "epsilon_high - 1, for TRL bounds the weight by epsilon_high itself; k of vespo are powers, its lambda "
+         "decays"),
     rule("off_policy_mask_threshold", "algorithm.correction, algorithm.correction_options", "mask_off_policy"),
     rule("top_entropy_quantile", "nodes.forks, algorithm.correction", "choose_high_entropy and keep_high_entropy, "
          "by mini-batches and by entropies before the update; there by micro-batches and of the pass that learns"),
     rule("scale_rewards", "algorithm.advantage", "group is grpo with TRL's epsilon of 1e-4, batch the same with scale, "
          "none dr_grpo"),
+    rule("multi_objective_aggregation", "algorithm.advantage, nodes.advantage", "normalize_then_sum is gdpo; a "
+         "function that gives None ends the run here"),
     rule("beta use_bias_correction_kl", "algorithm.kl_coefficient, algorithm.kl_bias_correction", "with "
          "dags/grpo_kl.yaml; the correction is on by default there"),
-    rule("entropy_coef", "algorithm.entropy_coefficient"),
+    rule("entropy_coef", "algorithm.entropy_coefficient", "a mean over tokens there, and averaged as the loss is here"),
     rule("mask_truncated_completions", "nodes.masked", "the node mask_truncated"),
     rule("sync_ref_model ref_model_sync_steps ref_model_mixup_alpha", "trainer.ema_every, trainer.ema_decay", "with "
-         "dags/grpo_average.yaml"),
+         "dags/grpo_average.yaml; with an alpha of 1 after each step the reference is the policy, and needs no "
+         "average"),
     rule("use_vllm", "rollout.engine", "false is transformers"),
     rule("vllm_gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization", "0.3 by default there"),
     rule("vllm_tensor_parallel_size", "rollout.tensor_parallel_size"),
@@ -61,7 +65,8 @@ TRL = (
     rule("vllm_mode", "", "colocate is how it is; with server its engines are workers here: cluster.placement"),
     rule("vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
          "vllm_importance_sampling_clip_min vllm_importance_sampling_cap", "algorithm.correction, "
-         "algorithm.correction_options", "with use_vllm; *_truncate is truncated_is and *_mask masked_is"),
+         "algorithm.correction_options", "with use_vllm; *_truncate is truncated_is and *_mask masked_is; a clip_max "
+         "of null is no bound; for vespo algorithm.old_logprobs is rollout_logprobs"),
     rule("bf16 fp16", "model.dtype", "bfloat16 by default there"),
     rule("cast_lm_head_to_fp32", "model.float32_head", "in the engine as well"),
     rule("optim", "trainer.optimizer", "every AdamW there is adamw; another optimizer than that and muon has no "
@@ -70,8 +75,14 @@ TRL = (
     rule("use_liger_kernel", "trainer.liger"),
     rule("model_init_kwargs.* dtype", "", "weights learn in float32, and bfloat16 is for computing"),
     rule("use_peft lora_r", "trainer.lora.rank"),
-    rule("lora_alpha", "trainer.lora.alpha"),
-    rule("lora_target_modules", "trainer.lora.targets"),
+    rule("lora_alpha use_rslora lora_use_rslora", "trainer.lora.alpha", "with rslora alpha x sqrt(rank), for the "
+         "adapters are scaled by alpha / rank here"),
+    rule("lora_dropout", "", "0, none, is how it is; 0.05 by default in trl grpo"),
+    rule("lora_bias", "", "none is how it is"),
+    rule("repetition_penalty", "", "1, none, is how it is"),
+    rule("model_revision", "model.path", "of a model of the hub: hf://org/name@revision"),
+    rule("lora_target_modules", "trainer.lora.targets", "peft chooses by the kind of model where none are given, which "
+         "is asked for"),
     rule("seed", "run.seed", "42 by default there"),
     rule("output_dir", "run.url"),
     rule("run_name", "run.name"),
@@ -85,31 +96,41 @@ TRL = (
     always("ddp_* deepspeed fsdp* accelerator_config parallelism_config ds3_gather_for_generation local_rank",
            "trainer.backend=fsdp shards a model over the workers of its role"),
     always("disable_dropout gradient_checkpointing_kwargs torch_empty_cache_steps tf32 attn_implementation "
-           "lora_task_type lora_bias do_train do_eval overwrite_output_dir config_file main_process_port",
+           "lora_task_type lora_inference_mode lora_peft_type trackio_* project do_train "
+           "do_eval overwrite_output_dir config_file main_process_port",
            "it changes nothing that a run computes, or is so anyway"),
     always("vllm_server_* vllm_group_port vllm_model_impl use_transformers_* cache_implementation "
            "transformers_continuous_batching_config", "engines are roles of the run's own workers"),
     always("processing_class dataset_train_split dataset_test_split dataset_config dataset_streaming",
            "the tokenizer is the model folder's, and a dataset is a table"),
     none("push_to_hub hub_*", "siirl-dask export writes a Hugging Face folder: push that"),
-    none("reward_model reward_model_name_or_path reward_processing_classes", "a reward model is a role of its own: "
-         "docs/rewards.md, A reward model"),
+    none("reward_model reward_model_name_or_path", "a reward model is a role of its own: docs/rewards.md, A reward "
+         "model", decides="rewards.options"),
+    none("reward_processing_classes", "a reward model is a role of its own: docs/rewards.md, A reward model"),
     none("callbacks", "a run has no callbacks: see docs/monitoring.md, and docs/dags.md for nodes of your own"),
-    none("tools environment_factory rollout_func max_tool_calling_iterations", "see docs/environments.md and "
-         "docs/agents.md"),
-    none("multi_objective_aggregation", "normalize_then_sum is siirl_dask.algorithms:gdpo: docs/algorithms.md"),
-    none("use_adaptive_entropy entropy_coef_* entropy_target", "the coefficient of the entropy is constant"),
+    none("tools environment_factory rollout_func", "see docs/environments.md and docs/agents.md",
+         decides="rollout.engine"),
+    none("max_tool_calling_iterations", "see docs/environments.md and docs/agents.md"),
+    none("use_adaptive_entropy", "the coefficient of the entropy is constant",
+         decides="algorithm.entropy_coefficient"),
+    none("entropy_coef_* entropy_target", "the coefficient of the entropy is constant"),
     none("router_aux_loss_coef", "a mixture's experts are balanced by no loss of their own"),
-    none("repetition_penalty generation_kwargs vllm_structured_outputs_regex", "sampling is that of the policy, so "
-         "that log-probs are its own"),
-    none("model_init_kwargs quantization_config load_in_* bnb_* use_bnb_nested_quant trust_remote_code model_revision",
-         "weights are those of the folder, and its code is never run; hf://org/name@revision has a revision"),
-    none("lora_* use_rslora use_dora peft_config", "adapters are on the layers of trainer.lora.targets, without "
-         "dropout"),
+    none("generation_kwargs vllm_structured_outputs_regex", "sampling is that of the policy, so that log-probs are "
+         "its own", decides="rollout.temperature"),
+    none("model_init_kwargs quantization_config load_in_* bnb_* use_bnb_nested_quant trust_remote_code",
+         "weights are those of the folder, and its code is never run"),
+    none("lora_* use_dora peft_config", "adapters are A B x alpha / rank on the layers of trainer.lora.targets",
+         decides="trainer.lora.rank"),
+    none("lr_scheduler_kwargs", "a schedule has trainer.min_lr_ratio and trainer.total_steps",
+         decides="trainer.schedule"),
+    none("optim_args optim_target_modules optimizers optimizer_cls_and_kwargs", "AdamW and Muon are the optimizers, "
+         "with the options of trainer", decides="trainer.lr"),
+    none("compute_loss_func neftune_noise_alpha label_smoothing_factor", "there is no such option of a run",
+         decides="algorithm.loss"),
     none("resume_from_checkpoint", "a run resumes by itself"),
     none("num_generations_eval per_device_eval_batch_size", "see validation.n"),
-    none("datasets optimizers optimizer_cls_and_kwargs compute_loss_func preprocess_logits_for_metrics", "there is no "
-         "such option of a run"),
+    none("datasets", "give data.sources by hand", decides="data.url"),
+    none("preprocess_logits_for_metrics", "there is no such option of a run"),
 )  # fmt: skip
 
 

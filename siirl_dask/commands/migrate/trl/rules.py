@@ -6,11 +6,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
-from siirl_dask.commands.migrate.draft import Draft
+from siirl_dask.commands.migrate.draft import Draft, Fate
+from siirl_dask.commands.migrate.training_files import open_here
 from siirl_dask.commands.migrate.trl.loss_rules import set_trl_algorithm
-from siirl_dask.config import MetricsBackend
+from siirl_dask.commands.migrate.trl.trainer_rules import set_trl_trainer
+from siirl_dask.config import ENGINES_LOGPROBS, MetricsBackend
+from siirl_dask.errors import counted
 
 _OURS = "siirl_dask.algorithms"
 _ANSWERS = ("solution", "answer", "ground_truth", "answers", "target", "label")
@@ -36,13 +37,18 @@ def apply_trl_rules(draft: Draft, rows: int | None) -> None:
     _set_sampling(draft)
     _set_rewards(draft)
     set_trl_algorithm(draft)
-    _set_trainer(draft)
+    set_trl_trainer(draft, _updates(draft))
     _set_observation(draft)
+    for key, reason in draft.given.undecided.items():
+        draft.leave_open(key, reason)
 
 
 def _set_names(draft: Draft) -> None:
     name = draft.text("run_name", Path(draft.text("output_dir", "migrated")).name)
-    draft.set("run.name", name, "run_name" if draft.has("run_name") else "output_dir")
+    source = "output_dir"
+    if draft.has("run_name"):
+        source = "run_name"
+    draft.set("run.name", name, source)
     draft.copy({"output_dir": "run.url"})
     draft.set("run.seed", int(draft.number("seed", 42)), "seed")
 
@@ -106,25 +112,26 @@ def _set_steps(draft: Draft, rows: int | None) -> None:
     updates = _updates(draft)
     if draft.number("max_steps", -1) > 0:
         steps = -(-int(draft.number("max_steps", -1)) // updates)
-        note = f"{updates} optimizer steps each"
+        note = f"{counted(updates, 'optimizer step')} each"
         draft.set("run.steps", steps, "max_steps", note=note)
         draft.hold("num_train_epochs", "max_steps is given")
         return
     epochs = draft.number("num_train_epochs", 3.0)
     prompts = int(draft.entries["data.batch_size"].value)
-    path = Path(draft.text("train_dataset")).expanduser()
+    file = open_here(draft.text("train_dataset"))
     known = rows
-    if rows is None and path.suffix == ".parquet" and path.is_file():
-        known = pq.read_metadata(path).num_rows
+    if rows is None and file is not None:
+        known = int(file.metadata.num_rows)
     if known:
-        note = f"{known} rows // {prompts} prompts a step"
+        note = f"{counted(known, 'row')} // {counted(prompts, 'prompt')} a step"
         draft.set(
             "run.steps", max(1, int(epochs * (known // prompts))), "num_train_epochs", note=note
         )
         return
-    question = (
-        f"{epochs:g} epochs x rows // {prompts}, and no dataset was there to count: give --rows N"
-    )
+    times = f"{epochs:g} epochs"
+    if epochs == 1:
+        times = "1 epoch"
+    question = f"{times} x rows // {prompts}, and no dataset was there to count: give --rows N"
     draft.open_questions.append(f"run.steps: {question}")
     draft.set("run.steps", 100, "num_train_epochs", note=f"TO DECIDE, {question}")
 
@@ -145,8 +152,11 @@ def _set_data(draft: Draft) -> None:
             f"{url}: `siirl-dask data import` makes a table of it (docs/data.md); give its folder",
         )
     columns = [str(one) for one in draft.items("reward_columns")]
-    answer = next((one for one in _ANSWERS if one in columns), columns[0] if columns else "prompt")
-    note = "the column that the rewards read" if columns else "no reward reads an answer"
+    answer = "prompt"
+    note = "no reward reads an answer"
+    if columns:
+        answer = next((one for one in _ANSWERS if one in columns), columns[0])
+        note = "the column that the rewards read"
     draft.set("data.answer", answer, "reward_columns", note=note)
     limit = "no longer prompt is trained on here, and TRL has no limit"
     if draft.has("max_prompt_length"):
@@ -161,9 +171,11 @@ def _set_data(draft: Draft) -> None:
     else:
         draft.set("data.max_prompt_length", 1024, note=limit)
         draft.open_questions.append(f"data.max_prompt_length: {limit}; 1024 stands in")
-    for name, wanted in (("shuffle_dataset", True),):
-        as_here = draft.flag(name, wanted) == wanted
-        (draft.hold if as_here else draft.lose)(name, "prompts come in another order in each epoch")
+    draft.hold_or_lose(
+        "shuffle_dataset",
+        "prompts come in another order in each epoch",
+        holds=draft.flag("shuffle_dataset", default=True),
+    )
     if draft.has("eval_dataset"):
         draft.set("validation.url", draft.text("eval_dataset"), "eval_dataset")
         every = max(1, int(draft.number("eval_steps", 500)) // _updates(draft))
@@ -178,15 +190,26 @@ def _set_model(draft: Draft) -> None:
     is_name = len(path.split("/")) == 2
     if not draft.has("model") or path[0] in "./~$" or Path(path).exists():
         is_name = False
+    revision = draft.text("model_revision", "main")
+    if is_name:
+        path = f"hf://{path}"
+        if revision != "main":
+            path = f"{path}@{revision}"
     if draft.has("model"):
-        draft.set("model.path", f"hf://{path}" if is_name else path, "model", "model_name_or_path")
+        sources = ["model", "model_name_or_path"]
+        if is_name:
+            sources.append("model_revision")
+        draft.set_from("model.path", path, sources)
     else:
         draft.leave_open("model.path", "no model is given")
     draft.hold("dtype", "weights learn in float32")
-    if draft.flag("fp16", default=False):
-        draft.lose("fp16", "float16 is not computed in: bfloat16 or float32")
-    dtype = "bfloat16" if draft.flag("bf16", default=True) else "float32"
+    dtype = "float32"
+    if draft.flag("bf16", default=True):
+        dtype = "bfloat16"
     draft.set("model.dtype", dtype, "bf16")
+    if draft.flag("fp16", default=False):
+        reason = "float16 is not computed in: bfloat16 or float32"
+        draft.leave_out("fp16", reason, ["model.dtype"])
     if draft.flag("cast_lm_head_to_fp32", default=False):
         draft.set("model.float32_head", True, "cast_lm_head_to_fp32")
     draft.hold("cast_lm_head_to_fp32", "the default here")
@@ -196,13 +219,25 @@ def _set_model(draft: Draft) -> None:
 
 def _set_sampling(draft: Draft) -> None:
     is_vllm = draft.flag("use_vllm", default=False)
-    draft.set("rollout.engine", "vllm" if is_vllm else "transformers", "use_vllm")
+    engine = "transformers"
+    if is_vllm:
+        engine = "vllm"
+    draft.set("rollout.engine", engine, "use_vllm")
     length = draft.whole("max_completion_length", 512)
     draft.set("rollout.max_response_length", length, "max_completion_length")
+    if draft.is_null("max_completion_length"):
+        reason = "null is no limit, and responses have one here"
+        draft.fates["max_completion_length"] = Fate(lost=reason)
+        draft.leave_open("rollout.max_response_length", f"max_completion_length: {reason}")
     draft.set("rollout.temperature", draft.number("temperature", 1.0), "temperature")
     draft.set("rollout.top_p", draft.number("top_p", 1.0), "top_p")
     draft.set("rollout.top_k", max(0, int(draft.number("top_k", 0))), "top_k")
     draft.copy({"min_p": "rollout.min_p"})
+    if draft.number("repetition_penalty", 1.0) == 1.0:
+        draft.hold("repetition_penalty", "none is how it is")
+    else:
+        reason = "sampling is that of the policy, so that log-probs are its own"
+        draft.leave_out("repetition_penalty", reason, ["rollout.temperature"])
     correction = [
         f"vllm_importance_sampling_{name}"
         for name in ("correction", "mode", "clip_max", "clip_min", "cap")
@@ -223,7 +258,9 @@ def _set_sampling(draft: Draft) -> None:
     size = draft.whole("vllm_tensor_parallel_size", 1)
     draft.set("rollout.tensor_parallel_size", size, "vllm_tensor_parallel_size")
     if draft.has("vllm_enable_sleep_mode"):
-        level = 2 if draft.flag("vllm_enable_sleep_mode", default=False) else 0
+        level = 0
+        if draft.flag("vllm_enable_sleep_mode", default=False):
+            level = 2
         draft.set("rollout.vllm.sleep_level", level, "vllm_enable_sleep_mode")
     if draft.text("vllm_mode", "colocate") == "server":
         draft.open_questions.append(
@@ -239,12 +276,19 @@ def _set_correction(draft: Draft, names: list[str]) -> None:
     if not draft.flag(names[0], default=True):
         draft.hold(names[0], "the default here: no correction")
         return
+    if draft.text("loss_type", "dapo") == "vespo":
+        _set_ratio_to_engine(draft, names)
+        return
     mode = draft.text(names[1], "sequence_mask")
     level, _, kind = mode.partition("_")
-    high = draft.number("vllm_importance_sampling_cap", draft.number(names[2], 3.0))
+    high = draft.number(names[4], draft.number(names[2], 3.0, finite=False), finite=False)
     low = draft.number(names[3], 0.0)
+    if kind == "truncate" and high == math.inf and not draft.has(names[3]):
+        draft.lose(names[2], "TRL truncates by a clip_min or a clip_max: give one of them")
+        return
     if kind not in ("mask", "truncate") or level not in ("token", "sequence"):
-        draft.lose(names[1], f"there is no mode {mode!r}: docs/algorithms.md, Corrections")
+        reason = f"there is no mode {mode!r}: docs/algorithms.md, Corrections"
+        draft.leave_out(names[1], reason, ["algorithm.correction"])
         return
     if kind == "mask":
         draft.set_from("algorithm.correction", f"{_OURS}:masked_is", names)
@@ -253,8 +297,23 @@ def _set_correction(draft: Draft, names: list[str]) -> None:
         draft.set_from("algorithm.correction", f"{_OURS}:truncated_is", names)
         options = {"cap": high, "level": level}
         if low > 0:
-            draft.lose(names[3], "truncated_is has an upper bound alone")
+            options["low"] = low
     draft.set_from("algorithm.correction_options", options, names)
+
+
+def _set_ratio_to_engine(draft: Draft, names: list[str]) -> None:
+    """Take the engine's log-probs as the old ones, for a loss whose ratio is to the sampler."""
+    if draft.number("top_entropy_quantile", 1.0) < 1:
+        for name in names:
+            draft.lose(
+                name,
+                "vespo's ratio to the engine takes the engine's log-probs, and top_entropy_quantile "
+                "the pass of the policy, whose entropies choose tokens",
+            )
+        return
+    draft.set("algorithm.old_logprobs", ENGINES_LOGPROBS, names[0], note="vespo's ratio")
+    for name in names[1:]:
+        draft.lose(name, "no token's share in the row's ratio to the engine is bounded here")
 
 
 def _set_rewards(draft: Draft) -> None:
@@ -272,69 +331,8 @@ def _set_rewards(draft: Draft) -> None:
         draft.leave_open("rewards.options", "no reward function is given that can be read")
     others = [one for one in columns if one != answer]
     if others:
-        draft.nodes["reward"] = {"with": {"columns": others}}
+        draft.pass_to_reward(others)
     draft.became("reward_columns", "data.answer")
-
-
-def _set_trainer(draft: Draft) -> None:
-    draft.set("trainer.lr", draft.number("learning_rate", 1e-6), "learning_rate")
-    _set_optimizer(draft)
-    draft.set("trainer.weight_decay", draft.number("weight_decay", 0.0), "weight_decay")
-    betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.999)]
-    draft.set("trainer.betas", betas, "adam_beta1", "adam_beta2")
-    if draft.has("adam_epsilon"):
-        draft.set("trainer.eps", draft.number("adam_epsilon", 1e-8), "adam_epsilon")
-    draft.set("trainer.max_grad_norm", draft.number("max_grad_norm", 1.0), "max_grad_norm")
-    schedule = draft.text("lr_scheduler_type", "linear")
-    if schedule == "constant_with_warmup":
-        schedule = "constant"
-    if schedule not in ("constant", "linear", "cosine"):
-        draft.lose(
-            "lr_scheduler_type", f"there is no schedule {schedule!r}: constant, linear or cosine"
-        )
-        draft.leave_open("trainer.schedule", f"{schedule} has no counterpart")
-    else:
-        draft.set("trainer.schedule", schedule, "lr_scheduler_type")
-    total = int(draft.entries["run.steps"].value) * _updates(draft)
-    ratio = draft.number("warmup_ratio", 0.0)
-    warmup = draft.number("warmup_steps", 0.0)
-    # 0 steps leave it to the ratio, and so did versions of transformers that had both
-    warmup = warmup if warmup else ratio
-    steps = math.ceil(warmup * total) if warmup < 1 else int(warmup)
-    draft.set("trainer.warmup_steps", steps, "warmup_steps", "warmup_ratio")
-    checkpointing = draft.flag("gradient_checkpointing", default=True)
-    draft.set("trainer.gradient_checkpointing", checkpointing, "gradient_checkpointing")
-    if draft.flag("use_liger_kernel", default=False):
-        draft.set("trainer.liger", True, "use_liger_kernel")
-    draft.hold("use_liger_kernel", "the default here takes its kernels where they are installed")
-    if not draft.flag("use_peft", default=False):
-        for name in ("use_peft", "lora_r", "lora_alpha", "lora_target_modules"):
-            draft.hold(name, "there are no adapters without use_peft")
-        return
-    draft.set("trainer.lora.rank", draft.whole("lora_r", 16), "lora_r", "use_peft")
-    draft.set("trainer.lora.alpha", draft.number("lora_alpha", 32), "lora_alpha")
-    targets = draft.items("lora_target_modules", ["all-linear"])
-    if targets != ["all-linear"]:
-        draft.set("trainer.lora.targets", targets, "lora_target_modules")
-    draft.hold("lora_target_modules", "all linear layers are the default here")
-    if not draft.has("lora_target_modules"):
-        draft.open_questions.append(
-            "trainer.lora.targets: none are given, so peft chooses by the kind of model; all "
-            "linear layers stand in"
-        )
-    if not draft.number("lora_dropout", 0.0):
-        draft.hold("lora_dropout", "adapters have no dropout")
-
-
-def _set_optimizer(draft: Draft) -> None:
-    name = "optim"
-    kind = draft.text(name, "adamw_torch").lower()
-    if kind == "muon":
-        draft.set("trainer.optimizer", "muon", name)
-    elif "adamw" in kind and "bit" not in kind:
-        draft.hold(name, "AdamW is the default here")
-    else:
-        draft.lose(name, f"there is no optimizer {kind!r}: AdamW, or trainer.optimizer=muon")
 
 
 def _set_observation(draft: Draft) -> None:

@@ -12,17 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from siirl_dask.commands.migrate.trl.script_names import ScriptNames, Unread, called
+from siirl_dask.commands.migrate.trl.script_names import ScriptNames, Unread, called, function_in
+from siirl_dask.commands.migrate.trl.trainers import POSITIONAL, find_trainer
 from siirl_dask.errors import ConfigError
 
-_TRAINER = "GRPOTrainer"
-_POSITIONAL = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
 _FILES = ("json", "csv", "parquet", "arrow")
 _PASSED = (
     "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments", "self",
 )  # fmt: skip
 """Arguments of a reward that are no columns."""
 _DEEPEST = 20
+_STOCK_COLUMNS = {
+    "trl:accuracy_reward": ["solution"],
+    "trl:reasoning_accuracy_reward": ["solution"],
+    "trl:think_format_reward": [],
+}
+"""Columns that the rewards of TRL itself read."""
 
 
 @dataclass(slots=True)
@@ -37,6 +42,8 @@ class TrlScript:
     """Sentences on options that are not read, and for which defaults stand."""
     columns: list[str] = field(default_factory=list)
     """Columns of the dataset that the reward functions name."""
+    undecided: dict[str, str] = field(default_factory=dict)
+    """Keys of ours that code of the script may change, which is not read, with the reason."""
 
     def put(self, name: str, value: Any, line: int) -> None:
         """Add an argument."""
@@ -49,22 +56,18 @@ class TrlScript:
 
 
 def read_trl_script(text: str, name: str, command: Mapping[str, Any]) -> TrlScript:
-    """Return the arguments of the one GRPOTrainer of a script; ``command`` are those of the
-    command line. ConfigError if there is none, or several, or it is no Python.
+    """Return the arguments of the one GRPOTrainer of a script, or of a class derived from it;
+    ``command`` are those of the command line. ConfigError if there is none, or several, or it is no
+    Python.
     """
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{name}: no Python: {error}") from error
-    calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call) and called(one) == _TRAINER]
-    if not calls:
-        raise ConfigError(
-            f"{name}: no {_TRAINER}(...) in it: expected a script that trains by TRL's GRPO"
-        )
-    if len(calls) > 1:
-        lines = ", ".join(str(one.lineno) for one in calls)
-        raise ConfigError(f"{name}: {_TRAINER} in the lines {lines}: expected one")
-    return _Reader(tree, name, command).read(calls[0])
+    trainer = find_trainer(tree, name)
+    found = _Reader(tree, name, command).read(trainer.call)
+    found.undecided |= trainer.undecided
+    return found
 
 
 class _Reader:
@@ -76,12 +79,13 @@ class _Reader:
         self._command = command
         self._names = ScriptNames(tree, command)
         self._found = TrlScript()
+        self._unseen_rewards: list[str] = []
 
     def read(self, trainer: ast.Call) -> TrlScript:
-        """Return the arguments of a call of GRPOTrainer."""
+        """Return the arguments of the call that trains."""
         function = next((one for one in self._defined() if _holds(one, trainer)), None)
         self._names.collect(function)
-        passed = dict(zip(_POSITIONAL, trainer.args, strict=False))
+        passed = dict(zip(POSITIONAL, trainer.args, strict=False))
         passed |= {one.arg: one.value for one in trainer.keywords if one.arg is not None}
         if any(one.arg is None for one in trainer.keywords):
             self._found.questions.append(
@@ -101,9 +105,9 @@ class _Reader:
                     self._found.put(name, self._model(value), value.lineno)
                 case _:
                     shown = self._names.value(value)
-                    is_read = not isinstance(shown, Unread)
-                    text = shown if is_read else ast.unparse(value)
-                    self._found.values[name] = text
+                    if isinstance(shown, Unread):
+                        shown = ast.unparse(value)
+                    self._found.values[name] = shown
                     self._found.lines[name] = value.lineno
         return self._found
 
@@ -186,16 +190,17 @@ class _Reader:
                 for one in sources:
                     if _reads(one, name):
                         self._note_change(one)
-                return found[0] if len(found) == 1 else unread
+                if len(found) == 1:
+                    return found[0]
+                return unread
             case ast.Subscript(value=value):
                 return self._dataset(value, depth + 1)
             case ast.Call(args=args, keywords=keywords) if called(node) == "load_dataset":
                 named = {one.arg: one.value for one in keywords if one.arg is not None}
-                path = (
-                    self._names.value(args[0])
-                    if args
-                    else self._names.value(named.get("path", node))
-                )
+                path_node = named.get("path", node)
+                if args:
+                    path_node = args[0]
+                path = self._names.value(path_node)
                 self._note_part(node, args, named)
                 if path in _FILES and "data_files" in named:
                     files = self._names.value(named["data_files"])
@@ -209,7 +214,10 @@ class _Reader:
         return unread
 
     def _note_part(
-        self, node: ast.Call, args: Sequence[ast.expr], named: Mapping[str, ast.expr]
+        self,
+        node: ast.Call,
+        args: Sequence[ast.expr],
+        named: Mapping[str, ast.expr],
     ) -> None:
         """Note a configuration and a slice of a dataset, which its name does not have."""
         chosen = [*args[1:2], *(value for name, value in named.items() if name == "name")]
@@ -224,7 +232,9 @@ class _Reader:
             )
 
     def _note_change(self, node: ast.expr) -> None:
-        method = called(node) if isinstance(node, ast.Call) else ""
+        method = ""
+        if isinstance(node, ast.Call):
+            method = called(node)
         if method in ("shuffle", "select_columns", "with_format", "load_dataset"):
             return
         note = (
@@ -236,9 +246,12 @@ class _Reader:
 
     def _read_rewards(self, node: ast.expr, *, is_guarded: bool) -> None:
         defined = self._names.definition(node)
-        parts = defined.elts if isinstance(defined, (ast.List, ast.Tuple)) else [defined]
+        parts = [defined]
+        if isinstance(defined, (ast.List, ast.Tuple)):
+            parts = defined.elts
         names: list[str] = []
         unread: list[str] = []
+        moved: list[str] = []
         for part in parts:
             name = self._reward(part)
             if name is None:
@@ -246,15 +259,23 @@ class _Reader:
             else:
                 names.append(name)
             if name is not None and name.startswith(f"{self._name}:") and not is_guarded:
-                function = name.rpartition(":")[2]
-                unread.append(
-                    f"{function}, which is in a script that trains when it is imported: move it "
-                    "to a file of its own"
-                )
+                moved.append(name.rpartition(":")[2])
         self._found.values["reward_funcs"] = names
         self._found.lines["reward_funcs"] = node.lineno
+        if moved:
+            functions = ", ".join(f"YOUR_FILE.py:{name}" for name in moved)
+            self._found.undecided["rewards.options"] = (
+                f"importing the script trains, so {' and '.join(moved)} cannot be called there: move "
+                "them to a file of their own with what they use, import them in the script and "
+                f"migrate it again, or write {{functions: [{functions}]}}"
+            )
         if unread:
             self._found.unread["reward_funcs"] = "; ".join(unread)
+        if self._unseen_rewards and not self._found.columns:
+            self._found.undecided["data.answer"] = (
+                f"the code of {' and '.join(self._unseen_rewards)} is not beside the script: write the "
+                "column that it reads as the answer"
+            )
 
     def _reward(self, node: ast.expr) -> str | None:
         """Return a reward as module:function or file.py:function; None for what is neither."""
@@ -263,41 +284,59 @@ class _Reader:
                 self._note_columns(self._names.functions[name])
                 return f"{self._name}:{name}"
             case ast.Name(id=name) if ":" in self._names.imported.get(name, ""):
-                if self._names.imported[name].endswith(":accuracy_reward"):
-                    self._found.columns.append("solution")
                 module, _, function = self._names.imported[name].partition(":")
-                return f"{self._module(module)}:{function}"
+                return self._imported_reward(module, function)
             case ast.Attribute(value=ast.Name(id=module), attr=name) if (
                 module in self._names.imported
             ):
-                return f"{self._module(self._names.imported[module])}:{name}"
+                return self._imported_reward(self._names.imported[module], name)
             case ast.Name():
                 defined = self._names.definition(node)
-                return None if defined is node else self._reward(defined)
+                if defined is node:
+                    return None
+                return self._reward(defined)
             case ast.Constant(value=str(path)):
                 self._found.values["reward_model"] = path
                 return None
         return None
 
-    def _module(self, name: str) -> str:
-        """Return a module that lies beside the script as a file, and any other by its name."""
-        path = Path(self._name).parent / f"{name.replace('.', '/')}.py"
-        return str(path) if path.is_file() else name
+    def _imported_reward(self, module: str, function: str) -> str:
+        """Return a reward of a module that lies beside the script by its file, and any other by its
+        module's name; note the columns that it reads.
+        """
+        path = Path(self._name).parent / f"{module.replace('.', '/')}.py"
+        if path.is_file():
+            defined = function_in(path, function)
+            if defined is None:
+                self._unseen_rewards.append(function)
+            else:
+                self._note_columns(defined)
+            return f"{path}:{function}"
+        columns = _STOCK_COLUMNS.get(f"{module.partition('.')[0]}:{function}")
+        if columns is None:
+            self._unseen_rewards.append(function)
+        else:
+            self._found.columns += columns
+        return f"{module}:{function}"
 
     def _note_columns(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """Note the columns that a reward has arguments for, or takes from its keywords."""
         arguments = function.args
         names = [one.arg for one in (*arguments.args, *arguments.kwonlyargs)]
-        keywords = "" if arguments.kwarg is None else arguments.kwarg.arg
+        keywords = ""
+        if arguments.kwarg is not None:
+            keywords = arguments.kwarg.arg
         for node in ast.walk(function):
             match node:
-                case ast.Subscript(value=ast.Name(id=owner), slice=ast.Constant(value=str(key))):
-                    names += [key] if owner == keywords else []
+                case ast.Subscript(
+                    value=ast.Name(id=owner), slice=ast.Constant(value=str(key))
+                ) if owner == keywords:
+                    names.append(key)
                 case ast.Call(
                     func=ast.Attribute(value=ast.Name(id=owner), attr="get"),
                     args=[ast.Constant(value=str(key)), *_],
-                ):
-                    names += [key] if owner == keywords else []
+                ) if owner == keywords:
+                    names.append(key)
         new = [one for one in names if one not in (*_PASSED, *self._found.columns)]
         self._found.columns += dict.fromkeys(new)
 
@@ -309,9 +348,10 @@ class _Reader:
                 8  # LoraConfig's defaults, which ModelConfig has others of
             )
             self._found.values["lora_alpha"] = 8
+            self._found.values["lora_dropout"] = 0.0
             for one in defined.keywords:
                 if one.arg is not None:
-                    name = one.arg if one.arg.startswith("lora_") else f"lora_{one.arg}"
+                    name = f"lora_{one.arg.removeprefix('lora_')}"
                     self._found.put(name, self._names.value(one.value), one.value.lineno)
         elif isinstance(defined, ast.Call) and called(defined) == "get_peft_config":
             for name, value in self._command.items():

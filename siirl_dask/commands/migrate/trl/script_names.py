@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _CHANGE_IN_PLACE = (
@@ -21,6 +22,18 @@ class Unread:
 
     source: str
     line: int
+
+
+def function_in(path: Path, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Return the function that a file defines under a name; None where it defines none."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
+            return node
+    return None
 
 
 def called(call: ast.Call) -> str:
@@ -68,7 +81,7 @@ class ScriptNames:
             match node:
                 case ast.Assign(targets=targets, value=value):
                     for target in targets:
-                        self._assign(target, value if certain else None)
+                        self._assign(target, value, certain=certain)
                 case ast.Expr(
                     value=ast.Call(
                         func=ast.Name(id="setattr"),
@@ -76,9 +89,9 @@ class ScriptNames:
                     )
                 ):
                     target = ast.Attribute(value=owner, attr=attribute, lineno=node.lineno)
-                    self._assign(target, value if certain else None)
+                    self._assign(target, value, certain=certain)
                 case ast.AnnAssign(target=target, value=value) if value is not None:
-                    self._assign(target, value if certain else None)
+                    self._assign(target, value, certain=certain)
                 case ast.AugAssign(target=target):
                     self._assign(target, None)
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -135,7 +148,12 @@ class ScriptNames:
             if len(lines) > self._attribute_stores.get(stored, 0):
                 self.attributes[stored] = ast.Name(id="?", lineno=max(lines))
 
-    def _assign(self, target: ast.expr, value: ast.expr | None) -> None:
+    def _assign(self, target: ast.expr, value: ast.expr | None, *, certain: bool = True) -> None:
+        """Note what a target is set to. That is not known where ``value`` is None, and where it is
+        not ``certain`` that the statement runs.
+        """
+        if not certain:
+            value = None
         is_parsed = False
         if isinstance(value, ast.Call):
             is_parsed = called(value).startswith("parse_args")
@@ -146,7 +164,9 @@ class ScriptNames:
                     self.parsed.add(name)
             case ast.Attribute(value=ast.Name(id=name), attr=attribute):
                 unknown = ast.Name(id="?", lineno=target.lineno)
-                self.attributes[name, attribute] = unknown if value is None else value
+                self.attributes[name, attribute] = unknown
+                if value is not None:
+                    self.attributes[name, attribute] = value
                 seen = self._attribute_stores.get((name, attribute), 0)
                 self._attribute_stores[name, attribute] = seen + 1
             case ast.Tuple(elts=parts):
@@ -190,18 +210,23 @@ class ScriptNames:
                 return value
             case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Set(elts=parts):
                 values = [self.value(part) for part in parts]
-                return unread if any(isinstance(one, Unread) for one in values) else values
+                if any(isinstance(one, Unread) for one in values):
+                    return unread
+                return values
             case ast.Dict(keys=keys, values=values) if all(key is not None for key in keys):
                 pairs = [
                     (self.value(key), self.value(value))
                     for key, value in zip(keys, values, strict=True)
                     if key is not None
                 ]
-                is_known = not any(isinstance(one, Unread) for pair in pairs for one in pair)
-                return {str(key): value for key, value in pairs} if is_known else unread
+                if any(isinstance(one, Unread) for pair in pairs for one in pair):
+                    return unread
+                return {str(key): value for key, value in pairs}
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 number = self.value(operand)
-                return -number if isinstance(number, (int, float)) else unread
+                if isinstance(number, (int, float)):
+                    return -number
+                return unread
             case ast.BinOp(left=left, op=op, right=right):
                 return _calculated(self.value(left), op, self.value(right), unread)
             case ast.JoinedStr(values=parts) if not any(_is_formatted(part) for part in parts):
@@ -209,8 +234,9 @@ class ScriptNames:
                     self.value(one.value if isinstance(one, ast.FormattedValue) else one)
                     for one in parts
                 ]
-                is_known = not any(isinstance(one, Unread) for one in texts)
-                return "".join(map(str, texts)) if is_known else unread
+                if any(isinstance(one, Unread) for one in texts):
+                    return unread
+                return "".join(map(str, texts))
             case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in self.parsed:
                 return self._argument(attribute, unread)
             case ast.Attribute(value=ast.Name(id="torch"), attr=attribute):
@@ -230,7 +256,9 @@ def _is_formatted(part: ast.expr) -> bool:
     """Return whether a part of an f-string is written in a format of its own, as {x:03d} is."""
     if not isinstance(part, ast.FormattedValue):
         return False
-    return True if part.format_spec is not None else part.conversion != -1
+    if part.format_spec is not None:
+        return True
+    return part.conversion != -1
 
 
 def _calculated(left: Any, op: ast.operator, right: Any, unread: Unread) -> Any:

@@ -136,7 +136,8 @@ def _confine(task: Task) -> None:
         limits[resource.RLIMIT_NPROC] = _TASKS
     for limit, value in limits.items():
         hard = resource.getrlimit(limit)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
         resource.setrlimit(limit, (value, value))
     if task["user"] is not None and os.getuid() == 0:
         become(task["user"])

@@ -190,9 +190,11 @@ def _rules(column: int, architecture: int, confined: bool) -> list[_Rule]:
         (_LOAD, 0, 0, _NUMBER),
     ]
     rules += [(_AT_LEAST, 0, 1, _OTHER_NUMBERS), _REFUSE]
+    refused = [*_PROCESSES]
     if confined:
         rules += [(_AT_LEAST, 0, 1, _NEWEST + 1), _UNKNOWN]
-    for numbers in (*_PROCESSES, *_REACH) if confined else _PROCESSES:
+        refused += _REACH
+    for numbers in refused:
         rules += _on(numbers[column], [_REFUSE])
     # a filter cannot see its flags; clone's it can, and the C library falls back
     rules += _on(_CLONE3[column], [_UNKNOWN])
@@ -226,4 +228,6 @@ def _on(number: int | None, rules: list[_Rule]) -> list[_Rule]:
     """Return the rules of one call, the last of which returns; none where the machine does not
     have the call.
     """
-    return [] if number is None else [(_EQUAL, 0, len(rules), number), *rules]
+    if number is None:
+        return []
+    return [(_EQUAL, 0, len(rules), number), *rules]

@@ -82,4 +82,6 @@ class _ServedObjects:
         return {"object": number}
 
     def _find(self, kind: str, name: Any) -> Any:
-        return self._values[name] if kind == "object" else getattr(builtins, name)
+        if kind == "object":
+            return self._values[name]
+        return getattr(builtins, name)

@@ -35,7 +35,9 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
     if value is None or isinstance(value, bool | str | float):
         return value
     if isinstance(value, int):
-        return int(value) if abs(value) < _LONGEST_INT else {"int": hex(value)}
+        if abs(value) < _LONGEST_INT:
+            return int(value)
+        return {"int": hex(value)}
     if isinstance(value, list):
         return [encode(item, refer) for item in value]
     if isinstance(value, dict):
@@ -95,4 +97,6 @@ def builtin_name(value: Any) -> str | None:
     for others.
     """
     name = getattr(value, "__name__", None)
-    return name if isinstance(name, str) and getattr(builtins, name, None) is value else None
+    if isinstance(name, str) and getattr(builtins, name, None) is value:
+        return name
+    return None

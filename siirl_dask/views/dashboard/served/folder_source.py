@@ -74,7 +74,9 @@ class FolderSource:
     def refresh(self) -> None:
         """Take what the last look at the folder has found, and have another one if it is due."""
         url = self._run.url
-        pause = _SELDOM if self._life.is_over else _EVERY
+        pause = _EVERY
+        if self._life.is_over:
+            pause = _SELDOM
         held: Held[Look] = self._looks.reader.get(
             ("look", url), lambda: self._looks.look(url), soon=_EVERY, seldom=pause
         )

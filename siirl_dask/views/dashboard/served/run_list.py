@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 
 from siirl_storage import StorageError, join, open_fs
 
-from siirl_dask.errors import ConfigError, DataError, SiirlError
+from siirl_dask.errors import ConfigError, DataError, SiirlError, counted
 from siirl_dask.observe import Record, Summary, read_summary
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import RunStart, newest_start
@@ -74,13 +74,15 @@ class ListedRun:
     @property
     def goes_on(self) -> bool:
         """Whether the run is under way."""
-        return False if self.start is None else not self.start.is_over
+        if self.start is None:
+            return False
+        return not self.start.is_over
 
 
 def list_page(url: str, names: Sequence[str]) -> str:
     """Return the list as a page of HTML that loads and runs nothing."""
     runs = [_listed(join(url, name), name) for name in names]
-    runs.sort(key=lambda run: "" if run.start is None else run.start.holder.started, reverse=True)
+    runs.sort(key=lambda run: "" if run.start is None else run.start.owner.started, reverse=True)
     heads = ("run", "how it ended", "steps", "validation", "test", "time", "begun")
     body = table(heads, [tuple(_cells(run)) for run in runs], texts=(1, 6))
     shown = redacted(url)
@@ -89,7 +91,7 @@ def list_page(url: str, names: Sequence[str]) -> str:
         _STYLE,
         f"<h1>Runs in {safe(shown)}</h1><form action='compare'>{body}"
         "<button>compare the selected runs</button></form>"
-        f"<p class='note'>{len(runs)} runs, the newest first; up to {MOST_COMPARED} are compared "
+        f"<p class='note'>{counted(len(runs), 'run')}, the newest first; up to {MOST_COMPARED} are compared "
         "at once.</p>",
     )
 
@@ -136,7 +138,7 @@ def _cells(run: ListedRun) -> Iterator[str]:
     else:
         yield f"<span class='{run.summary.status}'>{run.summary.status}</span>"
         yield from _results(run.summary)
-    yield "" if run.start is None else safe(run.start.holder.started)
+    yield "" if run.start is None else safe(run.start.owner.started)
 
 
 def _progress(newest: Sequence[Record]) -> Iterator[str]:

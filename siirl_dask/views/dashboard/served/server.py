@@ -24,7 +24,7 @@ from tornado.httpserver import HTTPServer
 from tornado.ioloop import IOLoop
 from tornado.web import HTTPError, RequestHandler
 
-from siirl_dask.errors import ConfigError, SiirlError
+from siirl_dask.errors import ConfigError, SiirlError, clause
 from siirl_dask.runs.reader import is_run
 from siirl_dask.views.dashboard.origins import refuse_other_sites
 from siirl_dask.views.dashboard.page import show_page
@@ -71,7 +71,9 @@ class ServedRuns:
         return [self._url_of(name) if name in there else None for name in names]
 
     def _url_of(self, name: str) -> str:
-        return self.url if self.alone else join(self.url, name)
+        if self.alone:
+            return self.url
+        return join(self.url, name)
 
 
 def served_runs(url: str) -> ServedRuns:
@@ -100,12 +102,15 @@ class RunServer:
             sockets, taken = bind_sockets(address, port)
         except OSError as error:
             raise ConfigError(
-                f"nothing can be served at {address}, port {port}: {error}; another --port, or none, "
+                f"nothing can be served at {address}, port {port}: {clause(error)}; another --port, or none, "
                 "takes one that is free"
             ) from error
         own_name = gethostname().lower()
-        shown = own_name if address in _ANY_ADDRESS else address
-        shown = f"[{shown}]" if ":" in shown else shown
+        shown = address
+        if address in _ANY_ADDRESS:
+            shown = own_name
+        if ":" in shown:
+            shown = f"[{shown}]"
         self.address = f"http://{shown}:{taken}/"
         app = BokehTornado(
             {"/run": Application(_RunPages(runs, self._looks, threads))},
@@ -191,7 +196,7 @@ class _RunsHandler(RequestHandler):
             self.set_header("Content-Type", "text/plain; charset=utf-8")
             self.finish(f"502: {redacted(str(error))}\n")
 
-    def write_error(self, status_code: int, **told: Any) -> None:
+    def write_error(self, status_code: int, **arguments: Any) -> None:
         self.set_header("Content-Type", "text/plain; charset=utf-8")
         self.finish(f"{status_code}: {self._reason}\n")
 

@@ -30,7 +30,9 @@ class StoreThreads:
         ConfigError where it takes longer than ``patience`` seconds, PATIENCE by default, and where
         all threads wait for a store: the page may be asked for again.
         """
-        longest = PATIENCE if patience is None else patience
+        longest = patience
+        if patience is None:
+            longest = PATIENCE
         future: Future[T] | None = self._under_way.get(key)
         if future is None:
             if len(self._under_way) >= _THREADS:

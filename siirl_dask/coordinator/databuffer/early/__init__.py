@@ -1,3 +1,0 @@
-"""Rows that travel before their node has made the others: at their source, and where they
-arrive.
-"""

@@ -1,0 +1,121 @@
+"""A server of SGLang: what it says of itself, and how it loads weights and generates. Written
+against the HTTP API in the source of release 0.5.23, which runs in no test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from siirl_dask.config import Dtype, ModelConfig
+from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.rollout.engine import GenerationRequest
+from siirl_dask.rollout.server_engine.answers import ServedResponse, read_sglang_answer
+from siirl_dask.rollout.server_engine.connection import Server, ServerFacts
+from siirl_dask.rollout.sglang_engine.requests import sampling_params
+
+_EXPECTED: Mapping[str, tuple[Any, str]] = {
+    "enable_deterministic_inference": (True, "seeds of rows count with it alone"),
+    "preferred_sampling_params": (None, "they change what a request leaves open"),
+    "allow_auto_truncate": (False, "it cuts prompts and responses without a word"),
+    "rl_on_policy_target": (None, "it rounds log-probs to bfloat16"),
+    "speculative_algorithm": (None, "its tokens are drawn in another way"),
+    "weight_cache_mode": ("off", "it takes no new weights then"),
+    "disaggregation_mode": ("null", "a request would need two servers"),
+}
+"""Arguments of the server by which its samples would be others, or none, with the value that they
+must have and the reason."""
+
+
+class SglangServer(Server):
+    """One server of SGLang 0.5.23."""
+
+    _settings: Mapping[str, Any] | None = None
+    """Arguments of the server, as it says them, once it is examined."""
+
+    async def examine(self, *, patiently: bool = True) -> ServerFacts:
+        """See ``Server``."""
+        found = await self.describe("/server_info", patiently=patiently)
+        try:
+            path = str(found["model_path"])
+            dtype = str(found["dtype"]).removeprefix("torch.")
+            device = str(found["device"])
+            longest = int(found["max_req_input_len"])
+            settings = {name: found[name] for name in _EXPECTED}
+            settings |= {"dtype": dtype, "enable_fp32_lm_head": found["enable_fp32_lm_head"]}
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self.url}: it does not describe itself as a server of SGLang 0.5.23 does: "
+                f"{type(error).__name__}: {error}; servers of vLLM need another rollout.sampler "
+                "than sglang"
+            ) from error
+        self._settings = settings
+        return ServerFacts(
+            longest,
+            f"it has {path}, computes in {dtype} on {device} and takes {longest:,} tokens",
+        )
+
+    def check(self, model: ModelConfig) -> None:
+        """See ``Server``."""
+        if self._settings is None:
+            raise RuntimeError(f"{self.url} is not examined")
+        for name, (expected, reason) in _EXPECTED.items():
+            if self._settings[name] != expected:
+                raise ConfigError(
+                    f"{self.url}: its {_flag(name)} is {self._settings[name]!r}: {reason}; start it with "
+                    f"{expected!r}"
+                )
+        dtype = self._settings["dtype"]
+        if model.dtype is not Dtype.auto and dtype != model.dtype:
+            raise ConfigError(
+                f"{self.url}: its --dtype is {dtype}, and model.dtype is {model.dtype}; start it "
+                f"with --dtype {model.dtype}"
+            )
+        float32_head = self._settings["enable_fp32_lm_head"]
+        if float32_head != model.float32_head:
+            raise ConfigError(
+                f"{self.url}: its --enable-fp32-lm-head is {float32_head}, and model.float32_head "
+                f"is {model.float32_head}: expected the same of both"
+            )
+
+    async def label(self) -> str:
+        """See ``Server``."""
+        return await self.label_at("/model_info")
+
+    async def load(self, folder: Path, label: str) -> None:
+        """See ``Server``. SGLang ends the requests that it has before it loads, forgets what it has
+        read of prompts, and takes weights and label in one call.
+        """
+        body = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
+        answer = await self.ask("POST", "/update_weights_from_disk", body)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise RunError(f"{self.url}: it could not load weights: {answer!r}")
+
+    async def respond(
+        self, request: GenerationRequest, end_tokens: Collection[int]
+    ) -> ServedResponse:
+        """See ``Server``. ConfigError for sampling that SGLang cannot do with seeds."""
+        body = {
+            "input_ids": list(request.prompt),
+            "sampling_params": sampling_params(request, end_tokens),
+            "return_logprob": True,
+        }
+        found = await self.generate("/generate", body)
+        return read_sglang_answer(found, request, end_tokens, self.url)
+
+    def advice(self, code: int, path: str) -> str:
+        """See ``Server``."""
+        if code == 404:
+            return (
+                "; expected a server of SGLang, by rollout.sampler=sglang: servers of vLLM need "
+                "another rollout.sampler"
+            )
+        if code in (401, 403):
+            return "; start SGLang's server without --api-key and --admin-api-key"
+        return ""
+
+
+def _flag(name: str) -> str:
+    """Return an argument as the server's command line has it."""
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,253 @@
+"""Weights are read from the files that transformers reads them from, and a folder whose files are
+not those of the model that its config.json describes is refused before anything starts.
+"""
+
+import json
+import re
+import shutil
+from uuid import uuid4
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from siirl_storage import open_fs
+from transformers import AutoModelForCausalLM
+
+from siirl_dask.cli import main
+from siirl_dask.config import Backend, ModelConfig, RolloutConfig
+from siirl_dask.context import Device, Rank
+from siirl_dask.errors import ConfigError
+from siirl_dask.models.shapes import INDEX, weight_shapes
+from siirl_dask.models.weight_files import check_weights, open_tensors
+from siirl_dask.tasks.tiny_model import tiny_model
+from siirl_dask.training import build_trainer
+from tests.models.configs import write_config
+from tests.settings import trainer_config
+
+WHOLE = "model.safetensors"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("base") / "tiny", layers=1)
+
+
+@pytest.fixture
+def folder(base, tmp_path):
+    return shutil.copytree(base, tmp_path / "model")
+
+
+def changed_config(folder, **values):
+    config = json.loads((folder / "config.json").read_text()) | values
+    write_config(folder, config)
+
+
+def changed_weights(folder, change):
+    tensors = change(load_file(folder / WHOLE))
+    save_file(tensors, folder / WHOLE, {"format": "pt"})
+
+
+@st.composite
+def forms(draw):
+    """Files of a folder: shards that an index names or not, some of them from another model, and
+    the whole model in one file.
+    """
+    shards = draw(st.integers(1, 3))
+    return {
+        "shards": shards,
+        "absent": draw(st.sampled_from([None, *range(shards)])),
+        "stale": draw(st.booleans()),
+        "index": draw(st.booleans()),
+        "whole": draw(st.booleans()),
+        "other_library": draw(st.booleans()),
+    }
+
+
+def write_form(folder, form):
+    tensors = load_file(folder / WHOLE)
+    (folder / WHOLE).unlink()
+    count = form["shards"]
+    index = {}
+    for shard in range(count):
+        file = f"model-{shard + 1:05}-of-{count:05}.safetensors"
+        part = {name: tensors[name] for name in sorted(tensors)[shard::count]}
+        index |= dict.fromkeys(part, file)
+        if shard != form["absent"]:
+            save_file(part, folder / file, {"format": "pt"})
+    later = {name: tensor + 1 for name, tensor in tensors.items()}
+    if form["stale"]:
+        save_file(later, folder / "model-00009-of-00009.safetensors", {"format": "pt"})
+    if form["index"]:
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    if form["whole"]:
+        save_file(later, folder / WHOLE, {"format": "pt"})
+    if form["other_library"]:
+        renamed = {f"layers.{name}": tensor for name, tensor in tensors.items()}
+        save_file(renamed, folder / "consolidated.safetensors")
+
+
+@settings(max_examples=40)
+@given(form=forms())
+def test_weights_are_those_that_transformers_loads_or_the_folder_is_refused(
+    base, tmp_path_factory, form
+):
+    folder = shutil.copytree(base, tmp_path_factory.mktemp("form") / "model")
+    write_form(folder, form)
+    # a plan may be of a config alone
+    assume(form["index"] or any(folder.glob("*.safetensors")))
+    url = f"memory://{uuid4().hex}"
+    fs, path = open_fs(url)
+    fs.put(f"{folder}/", f"{path}/", recursive=True)
+    try:
+        check_weights(str(folder))
+    except ConfigError as error:
+        with pytest.raises(ConfigError):
+            open_tensors(str(folder))
+        with pytest.raises(ConfigError, match=re.escape(str(error).partition(": ")[2])):
+            check_weights(url)
+        # what is not refused by transformers is what other libraries read otherwise
+        assert form["whole"] or form["absent"] is not None or not form["index"]
+        return
+    check_weights(url)
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    opened = open_tensors(str(folder))
+    for name, file in opened.items():
+        assert torch.equal(file.get_tensor(name), loaded[name])
+    assert opened.keys() == weight_shapes(str(folder)).keys()
+    assert loaded.keys() - opened.keys() <= {HEAD}
+
+
+def test_a_folder_with_several_models_says_which_files_are_in_doubt(folder):
+    form = {"shards": 2, "absent": None, "stale": False, "other_library": False}
+    write_form(folder, {**form, "index": True, "whole": True})
+    with pytest.raises(ConfigError, match=r"names others \(model-00001-of-00002.*delete those"):
+        check_weights(str(folder))
+    (folder / INDEX).unlink()
+    with pytest.raises(ConfigError, match=r"parts of a model \(model-00001-of-00002.*without"):
+        check_weights(str(folder))
+    (folder / WHOLE).unlink()
+    with pytest.raises(ConfigError, match=r"nothing says which of its .* hold the weights"):
+        check_weights(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ('{"weight_map": {"a": "model.safetensors"}}', "'metadata'"),
+        ('{"metadata": {}, "weight_map": {}}', "names of files were expected"),
+        ('{"metadata": {}, "weight_map": {"a": "../b.safetensors"}}', "names of files were"),
+        ('{"metadata": {}, "weight_map": {"a": 1}}', "TypeError"),
+    ],
+)
+def test_a_damaged_index_is_refused(folder, index, said):
+    (folder / INDEX).write_text(index)
+    with pytest.raises(ConfigError, match=f"{INDEX} cannot be read: .*{said}"):
+        check_weights(str(folder))
+
+
+@pytest.mark.parametrize("cut", [1, 1000])
+def test_a_file_that_is_not_whole_is_refused(folder, cut):
+    data = (folder / WHOLE).read_bytes()
+    (folder / WHOLE).write_bytes(data[:-cut])
+    with pytest.raises(ConfigError, match="is no whole safetensors file"):
+        check_weights(str(folder))
+
+
+def without_projection(tensors):
+    """As of AutoGPTQ's first releases, whose config.json says nothing."""
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    tensors[name.replace("weight", "qweight")] = torch.zeros(4, 4, dtype=torch.int32)
+    del tensors[name]
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "said"),
+    [
+        ({"num_hidden_layers": 2, "layer_types": None}, None, r"layers\.1\..* is not there.* more"),
+        ({"intermediate_size": 96}, None, r"has shape \[128, 64\] where \[96, 64\] was expected"),
+        ({"num_key_value_heads": None}, None, "k_proj.weight has shape"),
+        ({"tie_word_embeddings": False}, None, f"describes: {HEAD} is not there$"),
+        ({"head_dim": None}, None, "config.json cannot be read: .*head_dim"),
+        ({"torch_dtype": "auto", "dtype": None}, None, "config.json cannot be read: .*auto"),
+        ({}, without_projection, "q_proj.weight is not there"),
+        ({"model_type": "its_own"}, None, "no generating model of the model_type 'its_own'"),
+        ({"model_type": None}, None, "no generating model of the model_type None"),
+        ({"model_type": "vit"}, None, "no generating model of the model_type 'vit'"),
+        (
+            {"model_type": "its_own", "auto_map": {"AutoConfig": "own.Config"}},
+            None,
+            "and code in a model's folder is not run",
+        ),
+        ({"auto_map": {"AutoConfig": "own.Config"}}, None, None),
+        ({"rope_theta": 5e4, "rope_scaling": {"type": "linear", "factor": 4.0}}, None, None),
+        ({"architectures": ["Qwen3Model"]}, None, None),
+    ],
+)
+def test_files_that_are_not_of_the_model_of_the_config_are_refused(folder, config, weights, said):
+    changed_config(folder, **config)
+    if weights is not None:
+        changed_weights(folder, weights)
+    if said is None:
+        check_weights(str(folder))
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_weights(str(folder))
+
+
+def with_head(factor):
+    return lambda tensors: {**tensors, HEAD: factor * tensors[EMBEDDING]}
+
+
+@pytest.mark.parametrize("backend", [Backend.torch, Backend.fsdp])
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(folder, backend):
+    """transformers would load two parameters, fsdp and vLLM one of them."""
+
+    def build():
+        return build_trainer(
+            Device("w0"),
+            Rank(),
+            model=ModelConfig(path=str(folder)),
+            trainer=trainer_config(backend=backend),
+            rollout=RolloutConfig(),
+        )
+
+    changed_weights(folder, with_head(1))
+    check_weights(str(folder))
+    assert HEAD not in dict(build().weights())
+    changed_weights(folder, with_head(2))
+    for refused in (lambda: check_weights(str(folder)), build):
+        with pytest.raises(ConfigError, match=f"{EMBEDDING} and {HEAD} are one parameter"):
+            refused()
+    changed_config(folder, tie_word_embeddings=False)
+    check_weights(str(folder))
+    assert HEAD in dict(build().weights())
+
+
+def test_plan_refuses_what_its_backend_does_not_read(folder, digits_task, capsys):
+    words = [
+        "plan",
+        "configs/quickstart.yaml",
+        f"model.path={folder}",
+        f"data.url={digits_task.train}",
+        "validation.url=null",
+        "validation.test_url=null",
+        "rollout.engine=transformers",
+    ]
+    torch.save(load_file(folder / WHOLE), folder / "pytorch_model.bin")
+    (folder / WHOLE).unlink()
+    main(words)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([*words, "trainer.backend=fsdp"])
+    assert "weights are in pytorch_model.bin, and trainer.backend=fsdp" in capsys.readouterr().err
+    changed_config(folder, model_type="its_own")
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "no generating model of the model_type 'its_own'" in capsys.readouterr().err
