@@ -28,7 +28,12 @@ from tests.e2e.test_resume import check_same
 from tests.e2e.traps import start_workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-ALONE = ["cluster.placement={}", "run.lookahead=1", "checkpoint.every=20"]
+ALONE = [
+    "cluster.placement={}",
+    "run.lookahead=1",
+    "checkpoint.every=20",
+    "rollout.work_stealing=false",  # the tests know which workers generate a step's rows
+]
 ELASTIC = ["cluster.elastic=true", "cluster.replacement_timeout=0.5", "run.max_restarts=1"]
 PPO = shipped("quickstart_ppo.yaml")
 SHARDS = ["trainer.backend=fsdp", "critic.backend=fsdp"]

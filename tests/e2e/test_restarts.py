@@ -286,7 +286,7 @@ def test_where_nobody_starts_workers_another_one_that_is_there_takes_the_place(
         with Client(bare) as client:
             client.wait_for_workers(3, timeout=60)
         try:
-            overrides = ["cluster.peer_timeout=2"]
+            overrides = ["cluster.peer_timeout=2", "rollout.work_stealing=false"]
             tried, folder = lose(place, *overrides, sign=sign, address=bare.scheduler_address)
         finally:
             for worker in workers:
