@@ -2,18 +2,15 @@
 function is a node.
 """
 
-from siirl_dask.nodes.advantages.advantage import (
-    draw_minibatches,
-    estimate_advantage,
-    estimate_token_advantages,
-    take_greedy_baselines,
-)
+from siirl_dask.nodes.advantages.advantage import draw_minibatches, estimate_advantage
 from siirl_dask.nodes.advantages.agent_advantage import (
     estimate_agent_advantages,
     estimate_role_advantages,
 )
+from siirl_dask.nodes.advantages.greedy_baselines import take_greedy_baselines
 from siirl_dask.nodes.advantages.shaping import penalise_kl, penalise_overlong
 from siirl_dask.nodes.advantages.similarity import embed_texts, score_by_similarity
+from siirl_dask.nodes.advantages.token_advantage import estimate_token_advantages
 from siirl_dask.nodes.advantages.turn_advantage import estimate_turn_advantages
 from siirl_dask.nodes.dynamic_sampling import sample_until_mixed
 from siirl_dask.nodes.episodes.agents import append_response, bring_out, hand_over, take_agents
@@ -42,7 +39,8 @@ from siirl_dask.nodes.token_masks.covariance import choose_covariant
 from siirl_dask.nodes.token_masks.entropy import choose_high_entropy
 from siirl_dask.nodes.token_masks.second_moment import mask_second_moment
 from siirl_dask.nodes.token_masks.truncated import mask_truncated
-from siirl_dask.nodes.update import update_critic, update_policy
+from siirl_dask.nodes.update import update_policy
+from siirl_dask.nodes.update_critic import update_critic
 from siirl_dask.nodes.weights import load_weights, publish_weights
 
 __all__ = [

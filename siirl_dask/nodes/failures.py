@@ -1,5 +1,5 @@
 """Failed rows or episodes of a step: a few may be left out of the loss, more end the run on all
-workers.
+workers; and the place of a row, for errors.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pyarrow as pa
+
 from siirl_dask.context import Context
 from siirl_dask.errors import EpisodeError, Origin, RewardError
+from siirl_dask.schema import DATA_PART, DATA_ROW, ROW_ID
 
 logger = logging.getLogger(__name__)
 GIVEN_UP = "was given up, since more episodes failed than may"
@@ -87,3 +90,13 @@ def check_failures(
     raised = error(message)
     raised.origin = Origin(rows=(row_id,))
     raise raised
+
+
+def row_location(ctx: Context, table: pa.Table, row: int) -> str:
+    """Return a row's id and step, and its part and row of the dataset if these are known, for an
+    error message.
+    """
+    in_dataset = ""
+    if {DATA_PART, DATA_ROW} <= {*table.column_names}:
+        in_dataset = f" (row {table[DATA_ROW][row]} of part {table[DATA_PART][row]} of the dataset)"
+    return f"row {table[ROW_ID][row]} of step {ctx.step}{in_dataset}"

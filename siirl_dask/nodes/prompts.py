@@ -4,11 +4,11 @@ what each one costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,27 +16,13 @@ import pyarrow.compute as pc
 
 from siirl_dask.config import ImagesConfig, RolloutConfig
 from siirl_dask.context import Context, Reduce
-from siirl_dask.errors import ConfigError, DataError, ImageError, Origin, SiirlError
-from siirl_dask.images import Image, images_of, normalised
-from siirl_dask.images.prompts import marked
+from siirl_dask.errors import DataError, Origin, SiirlError
+from siirl_dask.nodes.failures import row_location
+from siirl_dask.nodes.prompt_images import check_images, encode_with_images, image_column
 from siirl_dask.planner import ContractChanges, columns
-from siirl_dask.rollout import RolloutEngine, processor_of
-from siirl_dask.schema import (
-    DATA_PART,
-    DATA_ROW,
-    IMAGES,
-    PROMPT,
-    PROMPT_IDS,
-    PROMPT_TEXT,
-    ROW_ID,
-    TOKENS,
-    TYPES,
-    fields,
-)
+from siirl_dask.rollout import RolloutEngine
+from siirl_dask.schema import IMAGES, PROMPT, PROMPT_IDS, PROMPT_TEXT, ROW_ID, TOKENS, TYPES, fields
 from siirl_dask.tables import Ints, rows_where
-
-if TYPE_CHECKING:
-    from siirl_dask.images.processor import ImageProcessor
 
 MAX_TOKENS = "max_tokens"
 """An optional column of the dataset: the row's own limit of response tokens, below
@@ -61,9 +47,9 @@ def prompt_columns(
     changes = ContractChanges(reads=(column,), optional=() if expected is None else (expected,))
     if images is None or images.column is None:
         return changes
-    image_column = _image_column(images, column)
-    drops = () if image_column == IMAGES else (image_column,)
-    return replace(changes, reads=(column, image_column), writes=fields(IMAGES), drops=drops)
+    name = image_column(images, column)
+    drops = () if name == IMAGES else (name,)
+    return replace(changes, reads=(column, name), writes=fields(IMAGES), drops=drops)
 
 
 @columns(
@@ -110,9 +96,8 @@ def encode_prompts(
             ids.append(_encode(ctx, table, row, prompt, continue_answers))
         collapsed_ids = ids
     else:
-        table, collapsed_ids, ids = _encode_with_images(
-            ctx, table, column, images, continue_answers
-        )
+        encode = partial(_encode, ctx, table, continue_answers=continue_answers)
+        table, collapsed_ids, ids = encode_with_images(ctx, table, column, images, encode)
     for row_id, tokens in zip(table[ROW_ID].to_pylist(), ids, strict=True):
         if not tokens:
             raise ValueError(
@@ -129,7 +114,7 @@ def encode_prompts(
         collapsed_ids = list(compress(collapsed_ids, fits))
         ids = list(compress(ids, fits))
     if images is not None:
-        _check_images(ctx, table, images)
+        check_images(ctx, table, images)
     texts = [engine.tokenizer.decode(tokens, skip_special=False) for tokens in collapsed_ids]
     costs = sampling_costs(table, [len(tokens) for tokens in ids], rollout)
     table = table.set_column(table.column_names.index(TOKENS), TOKENS, pa.array(costs, pa.int64()))
@@ -165,108 +150,9 @@ def _encode(
 
 def _data_error(ctx: Context, table: pa.Table, row: int, reason: str) -> DataError:
     """Return the error for a row whose prompt cannot be used."""
-    error = DataError(f"{_location(ctx, table, row)}: {reason}")
+    error = DataError(f"{row_location(ctx, table, row)}: {reason}")
     error.origin = Origin(rows=(table[ROW_ID][row].as_py(),))
     return error
-
-
-def _location(ctx: Context, table: pa.Table, row: int) -> str:
-    """Return a row's id and step, and its part and row of the dataset if these are known, for an
-    error message.
-    """
-    in_dataset = ""
-    if {DATA_PART, DATA_ROW} <= {*table.column_names}:
-        in_dataset = f" (row {table[DATA_ROW][row]} of part {table[DATA_PART][row]} of the dataset)"
-    return f"row {table[ROW_ID][row]} of step {ctx.step}{in_dataset}"
-
-
-def _image_column(images: ImagesConfig, column: str) -> str:
-    """Return the column that has the images: of the dataset, or, for a prompt that an agent wrote,
-    the column that the first agent's ``encode_prompts`` has written.
-    """
-    assert images.column is not None
-    return images.column if column == PROMPT else IMAGES
-
-
-def _encode_with_images(
-    ctx: Context,
-    table: pa.Table,
-    column: str,
-    images: ImagesConfig,
-    continue_answers: bool,
-) -> tuple[pa.Table, list[list[int]], list[list[int]]]:
-    """Return the table with its images in the column ``images``, each prompt's ids with one
-    placeholder an image, and its ids with as many placeholders as each image has tokens. Image
-    sizes are read from the images' headers alone.
-    """
-    engine: RolloutEngine = ctx.resource
-    processor = _processor(engine, images)
-    name = _image_column(images, column)
-    image_values = normalised(table[name], name)
-    table = table.drop_columns([name]).append_column(IMAGES, image_values)
-    values = image_values.to_pylist()
-    processor.bring(image for value in values for image in _images_at_urls(value))
-    collapsed_ids: list[list[int]] = []
-    expanded_ids: list[list[int]] = []
-    image_count = 0
-    for row, (prompt, value) in enumerate(zip(table[column].to_pylist(), values, strict=True)):
-        with _naming_row(ctx, table, row):
-            row_images = images_of(value)
-            text = None if prompt is None else marked(prompt, processor.family.placeholder)
-            ids = _encode(ctx, table, row, text, continue_answers)
-            collapsed_ids.append(ids)
-            expanded_ids.append(processor.expand(ids, row_images))
-        image_count += len(row_images)
-    collapsed_tokens = sum(len(ids) for ids in collapsed_ids)
-    expanded_tokens = sum(len(ids) for ids in expanded_ids)
-    image_tokens = expanded_tokens - collapsed_tokens + image_count  # one an image was there before
-    ctx.log("data/images", image_count, Reduce.SUM)
-    ctx.log("data/image_tokens", image_tokens, Reduce.SUM)
-    return table, collapsed_ids, expanded_ids
-
-
-def _images_at_urls(value: Sequence[dict[str, object] | None] | None) -> Iterator[Image]:
-    """Yield the images of a row that are at a URL. A null entry is skipped: ``images_of`` raises
-    for it later, with its row.
-    """
-    for entry in value or ():
-        if entry is not None and entry["bytes"] is None and entry["path"] is not None:
-            yield Image(None, str(entry["path"]))
-
-
-def _processor(engine: RolloutEngine, images: ImagesConfig) -> ImageProcessor:
-    """Return the processor that the engine generates with. ConfigError for an engine without
-    one.
-    """
-    processor = processor_of(engine)
-    if processor is None:
-        raise ConfigError(
-            f"images.column={images.column!r}, and the engine takes texts alone: give its role's "
-            "builder the images as well, as in with: {images: ${images}, ...}"
-        )
-    return processor
-
-
-def _check_images(ctx: Context, table: pa.Table, images: ImagesConfig) -> None:
-    """Decode every image once: one that is cut off behind its header would fail only after
-    others were generated.
-    """
-    processor = _processor(ctx.resource, images)
-    for row, value in enumerate(table[IMAGES].to_pylist()):
-        with _naming_row(ctx, table, row):
-            processor.check(images_of(value))
-        ctx.device.progress()
-
-
-@contextmanager
-def _naming_row(ctx: Context, table: pa.Table, row: int) -> Iterator[None]:
-    """Add the row to an ImageError that is raised inside."""
-    try:
-        yield
-    except ImageError as error:
-        named = ImageError(f"{_location(ctx, table, row)}: {error}")
-        named.origin = Origin(rows=(table[ROW_ID][row].as_py(),))
-        raise named from error.__cause__
 
 
 def token_limits(rows: pa.Table) -> list[int | None]:

@@ -1,4 +1,4 @@
-"""Updates the policy and the critic from a step's rows."""
+"""Updates the policy from a step's rows."""
 
 from __future__ import annotations
 
@@ -9,16 +9,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from siirl_dask.algorithms import (
-    LossInputs,
-    TokenLoss,
-    Totals,
-    ValueInputs,
-    k3,
-    row_sums,
-    token_mean,
-    value_clip,
-)
+from siirl_dask.algorithms import LossInputs, TokenLoss, Totals, k3, row_sums, token_mean
 from siirl_dask.config import ENGINES_LOGPROBS
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import TrainingError, counted
@@ -45,15 +36,13 @@ from siirl_dask.schema import (
     REFERENCE_LOGPROBS,
     RESPONSE_IDS,
     RESPONSE_MASK,
-    RETURNS,
     ROLLOUT_LOGPROBS,
     ROUTED_EXPERTS,
     ROW_ID,
-    VALUES,
     WEIGHTS_VERSION,
 )
 from siirl_dask.tables import rows_where
-from siirl_dask.training import Critic, EpisodeSpans, TrainBatch, Trainer, ValueBatch
+from siirl_dask.training import EpisodeSpans, TrainBatch, Trainer
 
 _MAX_LOG_RATIO = 20.0  # keeps the logged mismatch of a broken sampler finite
 
@@ -79,27 +68,13 @@ def _check_policy_loss(
         offsets=torch.zeros(1, dtype=torch.int64),
         columns=dict.fromkeys(columns, empty),
     )
-    _check_loss(loss(inputs), aggregate)
+    check_loss(loss(inputs), aggregate)
 
 
-def _check_critic_loss(
-    *,
-    loss: Callable[[ValueInputs], TokenLoss] = value_clip,
-    aggregate: Callable[[Tensor, Totals], Tensor] = token_mean,
-    **others: object,
-) -> None:
-    """Call the loss and the aggregation with no tokens, as ``_check_policy_loss`` does."""
-    empty = torch.zeros(0)
-    inputs = ValueInputs(
-        values=empty.clone().requires_grad_(),
-        old_values=empty,
-        returns=empty,
-        offsets=torch.zeros(1, dtype=torch.int64),
-    )
-    _check_loss(loss(inputs), aggregate)
-
-
-def _check_loss(result: object, aggregate: Callable[[Tensor, Totals], Tensor]) -> None:
+def check_loss(result: object, aggregate: Callable[[Tensor, Totals], Tensor]) -> None:
+    """Raise TypeError or ValueError for a loss or an aggregation of no tokens that is not a number
+    a token.
+    """
     if not isinstance(result, TokenLoss):
         raise TypeError(f"the loss gave a {type(result).__name__}: expected a TokenLoss")
     weights = aggregate(torch.zeros(1, dtype=torch.int64), Totals(tokens=1, rows=1))
@@ -151,7 +126,7 @@ def update_policy(
     ctx.free_device()
     _check_staleness(ctx, table, max_staleness)
     trainer: Trainer = ctx.resource
-    tables, spans = _split_minibatches(ctx, table, advantages_of(table), minibatches)
+    tables, spans = split_minibatches(ctx, table, advantages_of(table), minibatches)
     batches = []
     for rows, own_spans in zip(tables, spans, strict=True):
         batches.append(_train_batch(rows, own_spans, columns))
@@ -161,43 +136,11 @@ def update_policy(
     if ctx.step > critic_warmup_steps:
         on_nonfinite = nonfinite_handler(ctx, tables)
         metrics = trainer.update(batches * epochs, loss, aggregate, on_nonfinite)
-        _log_metrics(ctx, "policy", metrics)
+        log_metrics(ctx, "policy", metrics)
     return table
 
 
-@columns(
-    reads=[PROMPT_IDS, RESPONSE_IDS, VALUES, RETURNS, MINIBATCH],
-    optional=[RESPONSE_MASK, *EPISODE_COLUMNS],
-    if_written=[IMAGES, OBSERVED_IMAGES],
-    trial=_check_critic_loss,
-)
-def update_critic(
-    ctx: Context,
-    table: pa.Table,
-    *,
-    minibatches: int,
-    loss: Callable[[ValueInputs], TokenLoss] = value_clip,
-    aggregate: Callable[[Tensor, Totals], Tensor] = token_mean,
-    epochs: int = 1,
-) -> pa.Table:
-    """Take one optimizer step per mini-batch towards the returns, in order, ``epochs`` times over.
-
-    Rows without returns are left out. Episodes of several rows, and a mini-batch that is not
-    finite, are handled as by ``update_policy``.
-    """
-    ctx.free_device()
-    critic: Critic = ctx.resource
-    tables, spans = _split_minibatches(ctx, table, RETURNS, minibatches)
-    batches = []
-    for rows, own_spans in zip(tables, spans, strict=True):
-        batches.append(_value_batch(rows, own_spans))
-    on_nonfinite = nonfinite_handler(ctx, tables)
-    metrics = critic.update(batches * epochs, loss, aggregate, on_nonfinite)
-    _log_metrics(ctx, "critic", metrics)
-    return table
-
-
-def _split_minibatches(
+def split_minibatches(
     ctx: Context,
     table: pa.Table,
     needed: str,
@@ -218,8 +161,9 @@ def _split_minibatches(
     return tables, [spans.select(minibatch_of_row == minibatch) for minibatch in range(minibatches)]
 
 
-def _log_metrics(ctx: Context, name: str, metrics: Mapping[str, float]) -> None:
-    if ctx.rank.rank == 0:  # a trainer's numbers cover all its workers
+def log_metrics(ctx: Context, name: str, metrics: Mapping[str, float]) -> None:
+    """Log a trainer's numbers as ``name/...``, once for all its workers, which they cover."""
+    if ctx.rank.rank == 0:
         for metric, value in metrics.items():
             ctx.log(f"{name}/{metric}", value)
 
@@ -271,15 +215,4 @@ def _train_batch(
         rollout_logprobs=packed.column(table, ROLLOUT_LOGPROBS),
         reference_logprobs=packed.optional(table, REFERENCE_LOGPROBS),
         columns={name: packed.column(table, name) for name in columns},
-    )
-
-
-def _value_batch(table: pa.Table, episodes: EpisodeSpans | None) -> ValueBatch:
-    packed = pack_rows(table)
-    return ValueBatch(
-        rows=packed.rows,
-        episodes=episodes,
-        mask=packed.optional(table, RESPONSE_MASK),
-        old_values=packed.column(table, VALUES),
-        returns=packed.column(table, RETURNS),
     )

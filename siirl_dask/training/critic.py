@@ -15,7 +15,7 @@ from siirl_dask.algorithms import Aggregation, TokenLoss, ValueInputs, ValueLoss
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import Rank
 from siirl_dask.training.learner import Learner, TokenSelection, in_turn, select_tokens
-from siirl_dask.training.model.heads import ValueNetwork
+from siirl_dask.training.model.value_network import ValueNetwork
 from siirl_dask.training.packing import MicroBatch
 from siirl_dask.training.parallel.backend import ModelBackend
 from siirl_dask.training.policy import TorchRole

@@ -20,8 +20,9 @@ from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.routing import Routing
 from siirl_dask.training.learner import Learner, in_turn, policy_losses
-from siirl_dask.training.model.heads import PolicyNetwork, ValueNetwork
+from siirl_dask.training.model.heads import PolicyNetwork
 from siirl_dask.training.model.shared_base import AgentNetwork
+from siirl_dask.training.model.value_network import ValueNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
 from siirl_dask.training.parallel.dtensor import copy_state
 from siirl_dask.training.parking import ModelMemory, make_parkable

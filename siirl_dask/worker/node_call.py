@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 from siirl_storage import write_part
 
-from siirl_dask.context import ArrivingWeights, Context, Metric, Rank, RowWork
+from siirl_dask.context import ArrivingWeights, Context, Metric, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.errors import NodeError, Origin
 from siirl_dask.planner import (
@@ -32,54 +32,13 @@ from siirl_dask.planner import (
 )
 from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, TYPES, make_schema
 from siirl_dask.tables import read_kept_rows, rows_at, step_folder, with_values_of_groups
+from siirl_dask.worker.early_work import EarlyWork
 from siirl_dask.worker.monitoring.task_progress import NODE
 from siirl_dask.worker.named_errors import named_errors
 from siirl_dask.worker.stages import StepProgress
 
 if TYPE_CHECKING:
     from siirl_dask.worker.executor import WorkerRuntime
-
-
-@dataclass(slots=True)
-class EarlyWork:
-    """The work that a node has begun with finished rows of a parent node, on one worker in one
-    iteration. The parent hands each row over as soon as it is finished (``Context.hand_over``), and
-    work on it runs in other threads than the worker's own. When the node itself is called, it finds
-    its work in ``Context.begun`` and does the rest.
-    """
-
-    work: RowWork
-    columns: Sequence[str]
-    """Columns that the node reads of a row, and its ids."""
-    cancelled: bool = False
-
-    @staticmethod
-    def begin(run: RunNode, resource: Any) -> EarlyWork:
-        """Begin the work of a node that has none yet. ``resource`` is the object of its role on
-        this worker.
-        """
-        begin = run.node.contract.by_row
-        assert begin is not None
-        assert run.early is not None
-        return EarlyWork(begin(resource, **run.node.options), run.early.columns)
-
-    def take(self, rows: pa.Table) -> None:
-        """Begin with finished rows. Any thread may call it. Rows that lack a column wait for the
-        node's own call.
-        """
-        if not self.cancelled and set(self.columns) <= set(rows.column_names):
-            self.work.take(rows.select(self.columns))
-
-    def __enter__(self) -> RowWork:
-        return self.work
-
-    def __exit__(self, *error: object) -> None:
-        self.cancel()
-
-    def cancel(self) -> None:
-        """Cancel the work, and begin with no more rows."""
-        self.cancelled = True
-        self.work.cancel()
 
 
 logger = logging.getLogger("siirl_dask.worker")

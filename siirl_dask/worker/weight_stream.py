@@ -16,7 +16,6 @@ gathered, on their device.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -26,14 +25,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from siirl_dask.context import Metric, Reduce, RowStream
+from siirl_dask.context import Reduce, RowStream
 from siirl_dask.errors import NodeError
 from siirl_dask.planner import Edge, Stream
 from siirl_dask.planner.weight_streams import handle_tensors
 from siirl_dask.schema import ROW_ID
-from siirl_dask.trace import Lane, Span
+from siirl_dask.trace import Span
 from siirl_dask.worker.node_call import NodeCalls, checked
 from siirl_dask.worker.stop import result_of, wait_for
+from siirl_dask.worker.stream_clock import StreamClock
 from siirl_dask.worker.weight_broadcast import Broadcast
 
 # tables that a source holds; with 2 a stream took half as long again on busy cores
@@ -43,7 +43,7 @@ _MAX_UNACKED = 4
 def run(link: Stream, calls: NodeCalls) -> None:
     """Run the source and the sink of a stream, as far as they are on this worker."""
     runtime = calls.runtime
-    clock = Clock(calls)
+    clock = StreamClock(calls)
     broadcast = runtime.broadcasts.get(link.joins)
     as_tensors = broadcast is not None
     if link.edge is None and handle_tensors(link.source, link.target):
@@ -81,7 +81,7 @@ def run(link: Stream, calls: NodeCalls) -> None:
 def discard(link: Stream, calls: NodeCalls) -> None:
     """Receive and discard all of a stream that other workers send."""
     assert link.edge is not None, "a stream of an earlier iteration is sent by other workers"
-    edge = StreamEdge(link.edge, calls, Clock(calls))
+    edge = StreamEdge(link.edge, calls, StreamClock(calls))
     broadcast = calls.runtime.broadcasts.get(link.joins)
     if broadcast is None:
         _receive_rest(receive_tables(edge, iter(())), calls)
@@ -137,7 +137,7 @@ def _run_sink(
     link: Stream,
     calls: NodeCalls,
     stream: RowStream,
-    clock: Clock,
+    clock: StreamClock,
     *,
     as_tensors: bool,
 ) -> None:
@@ -160,7 +160,7 @@ class StreamEdge:
 
     edge: Edge
     calls: NodeCalls
-    clock: Clock
+    clock: StreamClock
 
     def publish(self, number: int, table: pa.Table) -> None:
         """Publish table ``number`` of the stream."""
@@ -196,58 +196,6 @@ class StreamEdge:
     def moving(self, what: str = "weights") -> AbstractContextManager[Span]:
         """Count the time inside under the edge's name."""
         return self.clock.moving(self.edge.name, what)
-
-
-class Clock:
-    """Sums the seconds spent under each name, and records them as spans of the trace. Time under
-    an inner name does not count for the outer one.
-    """
-
-    def __init__(self, calls: NodeCalls) -> None:
-        self._meter = calls.runtime.meter
-        self._trace = calls.runtime.progress.trace
-        self._sequence = calls.iteration.sequence
-        self._seconds: dict[str, float] = {}
-        self._inner_seconds = [0.0]
-        """Seconds that inner names have taken, for each name that is being counted; the
-        outermost first."""
-
-    def running(self, name: str) -> AbstractContextManager[Span]:
-        """Count the time inside under the name of a node."""
-        return self._counted(name, self._trace.span(Lane.COMPUTE, "node", name))
-
-    def moving(self, name: str, what: str) -> AbstractContextManager[Span]:
-        """Count the time inside under the name of an edge."""
-        span = self._trace.span(Lane.TRANSFER, what, name, sequence=self._sequence)
-        return self._counted(name, span)
-
-    @contextmanager
-    def _counted(self, name: str, span: Span) -> Iterator[Span]:
-        started = time.perf_counter()
-        self._inner_seconds.append(0.0)
-        try:
-            with self._meter(name), span:
-                yield span
-        finally:
-            passed = time.perf_counter() - started
-            own = passed - self._inner_seconds.pop()
-            self._seconds[name] = self._seconds.get(name, 0.0) + own
-            self._inner_seconds[-1] += passed
-
-    def timed(self, name: str, tables: Iterator[Any]) -> Generator[Any]:
-        """Yield ``tables``, counting the time that each takes to make under ``name``."""
-        while True:
-            with self.running(name):
-                table = next(tables, None)
-            if table is None:
-                return
-            yield table
-            del table
-
-    def log(self, metrics: dict[str, Metric]) -> None:
-        """Add the seconds to ``metrics`` as ``seconds/NAME``."""
-        for name, seconds in self._seconds.items():
-            metrics.setdefault(f"seconds/{name}", Metric(Reduce.MAX)).add(seconds)
 
 
 def publish_each(tables: Iterator[pa.Table], edge: StreamEdge) -> Iterator[None]:

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.images import Image
-from siirl_dask.nodes.packed_table import pack_rows, row_images
+from siirl_dask.nodes.packed_table import pack_rows
+from siirl_dask.nodes.row_images import row_images
 from siirl_dask.schema import GROUP_ID, IMAGES, OBSERVED_IMAGES, PROMPT_IDS, RESPONSE_IDS, TYPES
 
 ONE, OTHER = {"bytes": b"one", "path": None}, {"bytes": b"other", "path": None}

@@ -61,11 +61,9 @@ from siirl_dask.coordinator.databuffer.shares import (
     StatisticsTree,
     pull_groups,
 )
-from siirl_dask.coordinator.layout.assignment import (
-    GroupShare,
-    count_takers,
-    row_statistics,
-)
+from siirl_dask.coordinator.layout.assignment import row_statistics
+from siirl_dask.coordinator.layout.group_shares import GroupShare
+from siirl_dask.coordinator.layout.host_routes import count_takers
 from siirl_dask.coordinator.transport.messages import (
     Op,
     Reply,

@@ -25,7 +25,8 @@ from siirl_dask.coordinator.databuffer.row_lengths import (
     pack_row_lengths,
     unpack_row_lengths,
 )
-from siirl_dask.coordinator.layout.assignment import PullShare, routes_to, row_statistics
+from siirl_dask.coordinator.layout.assignment import PullShare, row_statistics
+from siirl_dask.coordinator.layout.host_routes import routes_to
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, Transport
 from siirl_dask.coordinator.transport.peers import gather_or_cancel
 from siirl_dask.errors import SiirlError

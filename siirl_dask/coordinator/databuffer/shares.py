@@ -32,14 +32,13 @@ from siirl_dask.coordinator.databuffer.row_lengths import (
 )
 from siirl_dask.coordinator.layout.assignment import (
     EdgeStatistics,
-    GroupShare,
     PullShare,
     RowStatistics,
-    group_share,
-    near_sources,
     pull_share,
     unpack_statistics,
 )
+from siirl_dask.coordinator.layout.group_shares import GroupShare, group_share
+from siirl_dask.coordinator.layout.host_routes import near_sources
 from siirl_dask.coordinator.transport.messages import (
     Op,
     Reply,

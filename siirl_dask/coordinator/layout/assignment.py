@@ -8,7 +8,6 @@ as well stay with it where the targets stay balanced.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,64 +29,9 @@ from siirl_dask.coordinator.layout.balance import (
     row_costs,
 )
 from siirl_dask.errors import DataError, PeerError
-from siirl_dask.planner import Edge, Hosts, Rows, by_host, host_of
-from siirl_dask.schema import GROUP_ID, IDENTITY, MINIBATCH, ROW_ID, TOKENS
-from siirl_dask.tables import Ints, missing_groups
-
-# Routes of replicated rows between hosts: a host takes a source's rows over the link once, and
-# passes them on inside.
-#
-# All targets of an edge get all of its rows. On a host with several targets each of them takes the
-# rows of some of the sources on other hosts, and the others take these from it. Rows of a source on
-# the host itself need no such relay.
-
-
-@dataclass(frozen=True, slots=True)
-class HostRoutes:
-    """The ways of an edge's rows to the targets on one host."""
-
-    targets: tuple[str, ...]
-    """Targets on the host."""
-    relays: Mapping[int, int]
-    """Index of the target that takes a source's rows over the link and passes them on, by the
-    source's index; sources without one send their rows to each target.
-    """
-
-
-def routes_to(worker: str, edge: Edge, hosts: Hosts) -> HostRoutes:
-    """Return the ways of an edge's rows to the host of one of its targets."""
-    here = host_of(worker, hosts)
-    targets = tuple(by_host(edge.targets, hosts)[here])
-    if edge.rows is not Rows.REPLICATED or len(targets) == 1:
-        return HostRoutes(targets, {})
-    away = [index for index, source in enumerate(edge.sources) if host_of(source, hosts) != here]
-    relays = {source: number % len(targets) for number, source in enumerate(away)}
-    return HostRoutes(targets, relays)
-
-
-def count_takers(source: str, edge: Edge, hosts: Hosts) -> int:
-    """Return how often each row of a source is acked.
-
-    Once where a row has one owner. By group, once for every target, by itself or by another one on
-    its behalf. If rows are replicated, by every target on the source's host, and by one on each
-    other host.
-    """
-    if edge.rows is not Rows.REPLICATED:
-        return len(edge.targets) if edge.by_group else 1
-    here = host_of(source, hosts)
-    takers = 0
-    for host, targets in by_host(edge.targets, hosts).items():
-        takers += len(targets) if host == here else 1
-    return takers
-
-
-def near_sources(worker: str, edge: Edge, hosts: Hosts) -> NDArray[np.bool_]:
-    """Return which of an edge's sources are on a worker's host, [sources]; a row that several
-    have is taken there.
-    """
-    here = host_of(worker, hosts)
-    return np.array([host_of(source, hosts) == here for source in edge.sources], dtype=np.bool_)
-
+from siirl_dask.planner import Edge, Hosts, Rows, host_of
+from siirl_dask.schema import GROUP_ID, MINIBATCH, ROW_ID, TOKENS
+from siirl_dask.tables import Ints
 
 _SOURCE = "source"
 _POSITION = "position"
@@ -328,76 +272,3 @@ def pull_share(
 # The source has a row of each group, the guide decides who owns the rows that read it. All targets
 # compute the same, so they also know together how often each row of the source is taken, and ack it
 # so often in all.
-
-
-@dataclass(frozen=True, slots=True)
-class GroupShare:
-    """The groups of an edge that one worker has rows of."""
-
-    share: PullShare
-    """The rows of the source with these groups."""
-    acks: Mapping[int, int]
-    """Rows that the worker acks, by source: its own, and those that have fewer takers than there
-    are targets. All targets together ack each row once per target."""
-
-    def without(self, groups: Ints) -> PullShare:
-        """Return the share without ``groups``, which the worker has already."""
-        share = self.share
-        remaining = np.flatnonzero(~np.isin(share.identity[GROUP_ID].to_numpy(), groups))
-        positions = {}
-        destinations = {}
-        for source, places in share.destinations.items():
-            wanted = np.isin(places, remaining)
-            if wanted.any():
-                positions[source] = share.positions[source][wanted]
-                destinations[source] = np.searchsorted(remaining, places[wanted])
-        identity = share.identity.take(pa.array(remaining))
-        return PullShare(share.row_ids[remaining], positions, destinations, identity)
-
-
-def group_share(
-    edge: Edge,
-    worker: str,
-    guide: Edge,
-    guide_rows: EdgeStatistics,
-    edge_rows: EdgeStatistics,
-    quadratic_from: int,
-    hosts: Hosts | None,
-) -> GroupShare:
-    """Return the groups of ``edge`` of which the worker owns a row, by the statistics of ``guide``.
-
-    DataError when the guide has rows of groups that the edge has not.
-    """
-    # of several rows of a group the first one counts
-    groups, first = np.unique(edge_rows.groups, return_index=True)
-    wanted = np.unique(guide_rows.groups)
-    unknown = np.setdiff1d(wanted, groups)
-    if len(unknown):
-        columns = [name for name in edge.schema.names if name not in IDENTITY]
-        raise DataError(f"edge {edge.name}: {missing_groups(unknown, columns, edge.source)}")
-    if edge.rows is Rows.REPLICATED:
-        rows = np.sort(first[np.isin(groups, wanted)])
-        return GroupShare(PullShare.of(edge_rows, rows), acks={})
-    owner = assign_owners(guide, guide_rows, quadratic_from, hosts)
-    this_worker = edge.targets.index(worker)
-    targets = len(edge.targets)
-    row_count = len(edge_rows.groups)
-    # each pair of a group and a target that owns a row of the group, once
-    pairs = np.unique(np.searchsorted(groups, guide_rows.groups) * targets + owner)
-    taken = first[pairs // targets]
-    taker = pairs % targets
-    takers = np.bincount(taken, minlength=row_count)
-    # One target acks a row for those targets too that do not take it: the last that takes it, or
-    # any if none does.
-    acks_for_others = np.arange(row_count) % targets
-    acks_for_others[taken] = taker
-    own = taken[taker == this_worker]
-    own_acks = np.bincount(own, minlength=row_count)
-    other_acks = np.where(acks_for_others == this_worker, targets - takers, 0)
-    by_source = np.bincount(
-        edge_rows.sources, weights=own_acks + other_acks, minlength=len(edge.sources)
-    )
-    return GroupShare(
-        share=PullShare.of(edge_rows, np.sort(own)),
-        acks={source: int(count) for source, count in enumerate(by_source) if count},
-    )

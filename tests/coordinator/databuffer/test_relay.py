@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.layout.assignment import count_takers, routes_to
+from siirl_dask.coordinator.layout.host_routes import count_takers, routes_to
 from siirl_dask.coordinator.transport.messages import Op, Request, TransitionKey, pack_ints
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Rows
