@@ -131,7 +131,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for url in self.urls:
             _check_url(url)
-        places = [_place(url) for url in self.urls]
+        places = self.places
         for url, place in zip(self.urls, places, strict=True):
             if places.count(place) > 1:
                 raise ConfigError(
@@ -144,6 +144,11 @@ class ServerConfig:
                 "path, the same on workers and servers"
             )
         above("rollout.server", 0, patience=self.patience, timeout=self.timeout)
+
+    @property
+    def places(self) -> list[tuple[str | None, int]]:
+        """Host and port of each server, however its address is written."""
+        return [_place(url) for url in self.urls]
 
 
 def _check_url(url: str) -> None:
