@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,10 @@ from siirl_dask.rollout.engine import GenerationRequest
 from siirl_dask.rollout.server_engine.answers import ServedResponse, read_vllm_answer
 from siirl_dask.rollout.server_engine.connection import OutOfReachError, Server, ServerFacts
 from siirl_dask.rollout.vllm_engine.other_logprobs import check_engine_length
-from siirl_dask.rollout.vllm_engine.row_parameters import logprobs_mode, row_parameters
+from siirl_dask.rollout.vllm_engine.row_parameters import EXACT, logprobs_mode, row_parameters
 
 EXTENSION = "siirl_dask.rollout.server_engine.extension.LoadsWeights"
+SAMPLER = "siirl_dask.rollout.vllm_engine.token_choice:VllmTokenSampler"
 _GENERATE = "/inference/v1/generate"
 
 
@@ -33,6 +34,10 @@ class _VllmFacts:
     has_extension: bool
     """Whether its workers can load weights as ``extension`` does."""
     generation_config: str
+    processors: tuple[str, ...]
+    """Logits processors, which run on all requests."""
+    speculates: bool
+    """Whether it drafts tokens before it computes them."""
 
 
 class VllmServer(Server):
@@ -77,6 +82,12 @@ class VllmServer(Server):
                 "siirl_dask.rollout.server_engine.serve MODEL, or with --logprobs-mode "
                 f"{self._mode} and rollout.sampler=vllm"
             )
+        self._check_processors(found.processors)
+        if found.speculates:
+            raise ConfigError(
+                f"{self.url}: it drafts tokens, and draws them in another way than a row's seed says; "
+                "start it without --speculative-config"
+            )
         if found.generation_config != "vllm":
             raise ConfigError(
                 f"{self.url}: its --generation-config is {found.generation_config}, by which "
@@ -95,6 +106,23 @@ class VllmServer(Server):
                 f"{self.url}: on a CPU vLLM leaves some weights as they were, without a word; "
                 f"start it with --worker-extension-cls {EXTENSION}, or by python -m "
                 "siirl_dask.rollout.server_engine.serve"
+            )
+
+    def _check_processors(self, processors: Sequence[str]) -> None:
+        """Raise ConfigError for a server that draws its tokens otherwise: without the sampler it
+        takes the likeliest ones, and reports logits.
+        """
+        others = [name for name in processors if name != SAMPLER]
+        if others:
+            raise ConfigError(
+                f"{self.url}: its --logits-processors are {', '.join(processors)}, and those other "
+                f"than {SAMPLER} change what is sampled; start it without them"
+            )
+        if self._mode == EXACT and not processors:
+            raise ConfigError(
+                f"{self.url}: it has no --logits-processors, and rollout.sampler=exact needs "
+                f"{SAMPLER}; start it by python -m siirl_dask.rollout.server_engine.serve MODEL, "
+                f"or with --logits-processors {SAMPLER}"
             )
 
     async def label(self) -> str:
@@ -180,6 +208,8 @@ class VllmServer(Server):
                 on_cpu=str(config["device_config"]["device"]) == "cpu",
                 has_extension=config["parallel_config"]["worker_extension_cls"] == EXTENSION,
                 generation_config=str(model["generation_config"]),
+                processors=tuple(str(name) for name in model["logits_processors"] or ()),
+                speculates=config["speculative_config"] is not None,
             )
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
