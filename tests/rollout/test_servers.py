@@ -4,6 +4,7 @@ what a server may answer, files of weights, and a server that comes and goes.
 
 import asyncio
 import json
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -336,11 +337,12 @@ class VllmAnswers:
     weights.
     """
 
-    def __init__(self, *labels, processors=(SAMPLER,), mode=EXACT, speculation=None):
+    def __init__(self, *labels, processors=(SAMPLER,), mode=EXACT, speculation=None, **more):
         self.labels = [*labels]
         self.processors = processors
         self.mode = mode
         self.speculation = speculation
+        self.more = {"hf_overrides": {}} | more
         self.loaded = "default"
 
     def __call__(self, path, body):
@@ -349,6 +351,7 @@ class VllmAnswers:
                 model = {"model": "m", "logprobs_mode": self.mode, "dtype": "float32"}
                 model |= {"max_model_len": 64, "generation_config": "vllm"}
                 model["logits_processors"] = self.processors
+                model |= self.more
                 config = {"model_config": model, "device_config": {"device": "cuda"}}
                 config["parallel_config"] = {"worker_extension_cls": None}
                 config["speculative_config"] = self.speculation
@@ -412,6 +415,36 @@ def test_a_server_that_draws_its_tokens_otherwise_is_refused_by_its_processors(
         expected = pytest.raises(ConfigError, match=said)
     with expected, engine_over(http, digits_task.model, tmp_path, answers, sampler=sampler):
         pass
+
+
+@pytest.mark.parametrize(
+    ("dtype", "overrides", "float32_head", "said"),
+    [
+        ("bfloat16", {}, True, 'start it with --hf-overrides \'{"head_dtype": "float32"}\''),
+        ("bfloat16", {"head_dtype": "float32"}, False, "start it without head_dtype"),
+        ("bfloat16", {"head_dtype": "float32"}, True, None),
+        ("bfloat16", {}, False, None),
+        ("float32", {}, True, None),
+    ],
+)
+def test_a_server_whose_head_has_another_number_type_than_the_trainers_is_refused(
+    http, dtype, overrides, float32_head, said
+):
+    """Its log-probs have digits of bfloat16, and nothing else tells."""
+    http.answers = VllmAnswers(dtype=dtype, hf_overrides=overrides)
+    model = ModelConfig(path="m", dtype=Dtype(dtype), float32_head=float32_head)
+
+    async def examine():
+        rollout = RolloutConfig(engine=Engine.server, server=SERVER)
+        server = VllmServer(f"http://127.0.0.1:{http.server_port}", rollout, 1, lambda: None)
+        await server.examine()
+        server.check(model)
+
+    expected = nullcontext()
+    if said is not None:
+        expected = pytest.raises(ConfigError, match=re.escape(said))
+    with expected:
+        asyncio.run(examine())
 
 
 def test_a_server_that_drafts_tokens_is_refused(http, digits_task, tmp_path):

@@ -17,6 +17,8 @@ from siirl_dask.rollout.vllm_engine.row_parameters import EXACT, logprobs_mode, 
 EXTENSION = "siirl_dask.rollout.server_engine.extension.LoadsWeights"
 SAMPLER = "siirl_dask.rollout.vllm_engine.token_choice:VllmTokenSampler"
 _GENERATE = "/inference/v1/generate"
+_HEAD = "head_dtype"
+"""Key of ``--hf-overrides`` for the number type of the head's products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class _VllmFacts:
     """Logits processors, which run on all requests."""
     speculates: bool
     """Whether it drafts tokens before it computes them."""
+    head_dtype: str | None
+    """Number type of the head's products, where it is given; None: that of all others."""
 
 
 class VllmServer(Server):
@@ -99,6 +103,7 @@ class VllmServer(Server):
                 f"{self.url}: it computes in {found.dtype}, and model.dtype is {model.dtype}; "
                 f"start it with --dtype {model.dtype}, or give model.dtype={found.dtype}"
             )
+        self._check_head(model)
         cure = f"start it with --max-model-len {model.longest_row}"
         check_engine_length(model, found.longest, f"{self.url}: --max-model-len", cure)
         if found.on_cpu and not found.has_extension:
@@ -107,6 +112,22 @@ class VllmServer(Server):
                 f"start it with --worker-extension-cls {EXTENSION}, or by python -m "
                 "siirl_dask.rollout.server_engine.serve"
             )
+
+    def _check_head(self, model: ModelConfig) -> None:
+        """Raise ConfigError for a server whose head computes in another number type than the
+        trainer's.
+        """
+        found = self._facts
+        is_float32 = found.head_dtype == Dtype.float32
+        if found.dtype == Dtype.float32 or is_float32 == model.float32_head:
+            return
+        cure = "start it without head_dtype in --hf-overrides, or give model.float32_head=true"
+        if model.float32_head:
+            cure = f'start it with --hf-overrides \'{{"{_HEAD}": "{Dtype.float32}"}}\''
+        raise ConfigError(
+            f"{self.url}: its head computes in {found.head_dtype or found.dtype}, and "
+            f"model.float32_head is {model.float32_head}; {cure}"
+        )
 
     def _check_processors(self, processors: Sequence[str]) -> None:
         """Raise ConfigError for a server that draws its tokens otherwise: without the sampler it
@@ -210,6 +231,7 @@ class VllmServer(Server):
                 generation_config=str(model["generation_config"]),
                 processors=tuple(str(name) for name in model["logits_processors"] or ()),
                 speculates=config["speculative_config"] is not None,
+                head_dtype=_head_dtype(model["hf_overrides"]),
             )
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -217,3 +239,12 @@ class VllmServer(Server):
                 f"{type(error).__name__}: {error}; for servers of SGLang give "
                 "rollout.sampler=sglang"
             ) from error
+
+
+def _head_dtype(overrides: object) -> str | None:
+    """Return the number type of the head that overrides of the model's config give; None where they
+    give none.
+    """
+    if not isinstance(overrides, dict) or overrides.get(_HEAD) is None:
+        return None
+    return str(overrides[_HEAD]).removeprefix("torch.")
