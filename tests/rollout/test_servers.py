@@ -337,11 +337,14 @@ class VllmAnswers:
     weights.
     """
 
-    def __init__(self, *labels, processors=(SAMPLER,), mode=EXACT, speculation=None, **more):
+    def __init__(
+        self, *labels, processors=(SAMPLER,), mode=EXACT, speculation=None, device="cuda", **more
+    ):
         self.labels = [*labels]
         self.processors = processors
         self.mode = mode
         self.speculation = speculation
+        self.device = device
         self.more = {"hf_overrides": {}} | more
         self.loaded = "default"
 
@@ -352,7 +355,7 @@ class VllmAnswers:
                 model |= {"max_model_len": 64, "generation_config": "vllm"}
                 model["logits_processors"] = self.processors
                 model |= self.more
-                config = {"model_config": model, "device_config": {"device": "cuda"}}
+                config = {"model_config": model, "device_config": {"device": self.device}}
                 config["parallel_config"] = {"worker_extension_cls": None}
                 config["speculative_config"] = self.speculation
                 return 200, {"vllm_config": config}
@@ -366,6 +369,21 @@ class VllmAnswers:
                 label = self.labels.pop(0) if self.labels else self.loaded
                 return 200, answer_of([5] * 4, [0.5] * 4, label=label)
         return 200, b""
+
+
+def examined(http, model):
+    """Ask a server what it is, and hold that against a model."""
+
+    async def examine():
+        rollout = RolloutConfig(engine=Engine.server, server=SERVER)
+        server = VllmServer(f"http://127.0.0.1:{http.server_port}", rollout, 1, lambda: None)
+        try:
+            await server.examine()
+            server.check(model)
+        finally:
+            server.close()
+
+    asyncio.run(examine())
 
 
 @contextmanager
@@ -417,6 +435,18 @@ def test_a_server_that_draws_its_tokens_otherwise_is_refused_by_its_processors(
         pass
 
 
+def test_a_server_on_a_cpu_is_refused_for_families_of_which_vllm_makes_other_log_probs_there(
+    http, tmp_path
+):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "ernie4_5_moe"}))
+    model = ModelConfig(path=str(tmp_path), dtype=Dtype.float32)
+    http.answers = VllmAnswers(device="cuda")
+    examined(http, model)
+    http.answers = VllmAnswers(device="cpu")
+    with pytest.raises(ConfigError, match="vLLM on a CPU computes other log-probs of ernie4_5_moe"):
+        examined(http, model)
+
+
 @pytest.mark.parametrize(
     ("dtype", "overrides", "float32_head", "said"),
     [
@@ -433,18 +463,11 @@ def test_a_server_whose_head_has_another_number_type_than_the_trainers_is_refuse
     """Its log-probs have digits of bfloat16, and nothing else tells."""
     http.answers = VllmAnswers(dtype=dtype, hf_overrides=overrides)
     model = ModelConfig(path="m", dtype=Dtype(dtype), float32_head=float32_head)
-
-    async def examine():
-        rollout = RolloutConfig(engine=Engine.server, server=SERVER)
-        server = VllmServer(f"http://127.0.0.1:{http.server_port}", rollout, 1, lambda: None)
-        await server.examine()
-        server.check(model)
-
     expected = nullcontext()
     if said is not None:
         expected = pytest.raises(ConfigError, match=re.escape(said))
     with expected:
-        asyncio.run(examine())
+        examined(http, model)
 
 
 def test_a_server_that_drafts_tokens_is_refused(http, digits_task, tmp_path):

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig
+from siirl_dask.devices import DeviceKind
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout.engine import GenerationRequest
 from siirl_dask.rollout.server_engine.answers import ServedResponse, read_vllm_answer
 from siirl_dask.rollout.server_engine.connection import OutOfReachError, Server, ServerFacts
-from siirl_dask.rollout.vllm_engine.other_logprobs import check_engine_length
+from siirl_dask.rollout.vllm_engine.other_logprobs import (
+    check_engine_length,
+    check_logprobs_of_vllm,
+)
 from siirl_dask.rollout.vllm_engine.row_parameters import EXACT, logprobs_mode, row_parameters
 
 EXTENSION = "siirl_dask.rollout.server_engine.extension.LoadsWeights"
@@ -106,6 +110,8 @@ class VllmServer(Server):
         self._check_head(model)
         cure = f"start it with --max-model-len {model.longest_row}"
         check_engine_length(model, found.longest, f"{self.url}: --max-model-len", cure)
+        if found.on_cpu:
+            check_logprobs_of_vllm(model.path, 0, DeviceKind.CPU)
         if found.on_cpu and not found.has_extension:
             raise ConfigError(
                 f"{self.url}: on a CPU vLLM leaves some weights as they were, without a word; "
