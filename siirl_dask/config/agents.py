@@ -110,8 +110,11 @@ def _check_servers(agents: Mapping[str, AgentConfig]) -> None:
     """
     users: dict[tuple[str | None, int], str] = {}
     for name, agent in agents.items():
-        engine_of_other = agent.share is not None or agent.base[:1] not in ([], [name])
-        if engine_of_other or agent.rollout.engine != Engine.server:
+        if agent.rollout.engine != Engine.server:
+            continue
+        if agent.share is not None:
+            continue
+        if agent.base[:1] not in ([], [name]):  # it generates with another's engine
             continue
         server = agent.rollout.server
         for url, place in zip(server.urls, server.places, strict=True):

@@ -130,9 +130,12 @@ class VllmServer(Server):
         cure = "start it without head_dtype in --hf-overrides, or give model.float32_head=true"
         if model.float32_head:
             cure = f'start it with --hf-overrides \'{{"{_HEAD}": "{Dtype.float32}"}}\''
+        computed = found.dtype
+        if found.head_dtype is not None:
+            computed = found.head_dtype
         raise ConfigError(
-            f"{self.url}: its head computes in {found.head_dtype or found.dtype}, and "
-            f"model.float32_head is {model.float32_head}; {cure}"
+            f"{self.url}: its head computes in {computed}, and model.float32_head is "
+            f"{model.float32_head}; {cure}"
         )
 
     def _check_processors(self, processors: Sequence[str]) -> None:
@@ -235,7 +238,7 @@ class VllmServer(Server):
                 on_cpu=str(config["device_config"]["device"]) == "cpu",
                 has_extension=config["parallel_config"]["worker_extension_cls"] == EXTENSION,
                 generation_config=str(model["generation_config"]),
-                processors=tuple(str(name) for name in model["logits_processors"] or ()),
+                processors=_processors(model["logits_processors"]),
                 speculates=config["speculative_config"] is not None,
                 head_dtype=_head_dtype(model["hf_overrides"]),
             )
@@ -245,6 +248,13 @@ class VllmServer(Server):
                 f"{type(error).__name__}: {error}; for servers of SGLang give "
                 "rollout.sampler=sglang"
             ) from error
+
+
+def _processors(found: Sequence[object] | None) -> tuple[str, ...]:
+    """Return the names of logits processors."""
+    if found is None:
+        return ()
+    return tuple(str(name) for name in found)
 
 
 def _head_dtype(overrides: object) -> str | None:
