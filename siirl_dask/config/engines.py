@@ -161,7 +161,8 @@ def _check_url(url: str) -> None:
             parts.hostname.encode("idna")
     except ValueError as error:
         raise ConfigError(f"rollout.server.urls: {url!r}: {clause(error)}; {expected}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+    has_blank = any(character.isspace() for character in url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or has_blank:
         raise ConfigError(f"rollout.server.urls: {url!r}: {expected}")
     if parts.username is not None or parts.password is not None:
         raise ConfigError(

@@ -62,6 +62,8 @@ REQUEST = GenerationRequest([1, 2], 3, Sampling(max_tokens=4))
         ("ftp://10.0.0.7", "expected a server's address"),
         ("http://", "expected a server's address"),
         ("http://host:0", "expected a server's address"),
+        ("http://a b:8000", "expected a server's address"),
+        ("http://host:8000\n", "expected a server's address"),
         ("http://host..name:8000", "label empty or too long"),
         ("http://host:99999", "out of range"),
         ("http://me:secret@host:8000", "a user's name or a password"),
@@ -494,7 +496,8 @@ class Clock:
 @pytest.mark.parametrize(
     ("seconds", "error", "said"),
     [
-        ((30.0, 700.0, 900.0), OutOfReachError, None),  # it was in reach for most of the time
+        ((30.0, 700.0), OutOfReachError, None),  # it was in reach for most of the time
+        ((30.0,) * 5, OutOfReachError, "it has failed 3 times: its connection ended"),
         ((3600.0, 3600.0), SilentError, "out of reach for 600 seconds"),  # it never was
         ((1.0,) * 130, OutOfReachError, "out of reach for 600 seconds"),
     ],

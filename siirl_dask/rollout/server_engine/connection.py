@@ -35,7 +35,7 @@ _OUT_OF_REACH = (429, 502, 503, 504)
 """Statuses of a server that has too much to do, starts, ends, or is behind a proxy that does not reach
 it."""
 _FAILURES = 3
-"""Times that a server may fail at one request."""
+"""Times that a server may fail at one request, or end while it works at it."""
 _CONNECT_SECONDS = 20.0
 """Most seconds for a connection."""
 
@@ -166,28 +166,30 @@ class Server(ABC):
 
         A server that had it under way for longer than a connection takes was in reach until then:
         its ``patience`` begins anew, so that two ends of a server during a long response are not
-        taken for one.
+        taken for one. It has failed at the request, though, as one that a request ends does.
         """
         pause = _FIRST_PAUSE
         failures = 0
         since: float | None = None
         while True:
             asked = time.monotonic()
-            silent = False
+            has_failed = True
             try:
                 return await attempt()
             except OutOfReachError as error:
                 problem = str(error)
-                silent = isinstance(error, SilentError)
+                was_in_reach = time.monotonic() - asked > _CONNECT_SECONDS
+                has_failed = was_in_reach and not isinstance(error, SilentError)
+                if has_failed:
+                    since = None
+                    pause = _FIRST_PAUSE
             except _FailedError as error:
                 problem = str(error)
+            if has_failed:
                 failures += 1
-                if failures >= _FAILURES:
-                    raise RunError(f"{self.url}{path}: {problem}") from error
+            if failures >= _FAILURES:
+                raise RunError(f"{self.url}{path}: it has failed {failures} times: {problem}")
             now = time.monotonic()
-            if now - asked > _CONNECT_SECONDS and not silent:
-                since = None
-                pause = _FIRST_PAUSE
             if since is None:
                 since = now
                 self._warn(problem)
