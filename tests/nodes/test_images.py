@@ -117,7 +117,7 @@ def test_responses_that_go_on_later_show_their_images_again_also_from_storage(tm
 
 
 def test_parts_of_responses_show_their_images_again_in_a_step_and_in_later_ones(tmp_path):
-    """Of a window, whose first step takes the one group that needs one part alone."""
+    """The first step of a window takes the one group that needs one part alone."""
     rollout = RolloutConfig(
         n=2, max_response_length=40, max_staleness=1, steps_ahead=0, window=len(SHOWN) - 1
     )

@@ -178,8 +178,9 @@ class Server(ABC):
                 return await attempt()
             except OutOfReachError as error:
                 problem = str(error)
-                was_in_reach = time.monotonic() - asked > _CONNECT_SECONDS
-                has_failed = was_in_reach and not isinstance(error, SilentError)
+                has_failed = time.monotonic() - asked > _CONNECT_SECONDS
+                if isinstance(error, SilentError):
+                    has_failed = False
                 if has_failed:
                     since = None
                     pause = _FIRST_PAUSE
