@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 
+from siirl_dask.config.engines import Engine
 from siirl_dask.config.model import ModelConfig
 from siirl_dask.config.rollout import RolloutConfig
 from siirl_dask.config.training import AlgorithmConfig, LoraConfig, TrainerConfig
@@ -100,6 +101,30 @@ def check_agents(
             _check_share(agents, name, agent)
         if agent.base:
             _check_base(agents, name, agent)
+    _check_servers(agents)
+
+
+def _check_servers(agents: Mapping[str, AgentConfig]) -> None:
+    """Raise ConfigError for agents with weights of their own that have a server in common: it
+    has those of one.
+    """
+    users: dict[tuple[str | None, int], str] = {}
+    for name, agent in agents.items():
+        if agent.rollout.engine != Engine.server:
+            continue
+        if agent.share is not None:
+            continue
+        if agent.base[:1] not in ([], [name]):  # it generates with another's engine
+            continue
+        server = agent.rollout.server
+        for url, place in zip(server.urls, server.places, strict=True):
+            if place in users:
+                raise ConfigError(
+                    f"agents.{name}.rollout.server.urls: {url} is also a server of "
+                    f"{users[place]!r}, whose weights are others: give each agent servers of its "
+                    "own, or one policy (share) or base (base)"
+                )
+            users[place] = name
 
 
 def check_adapters(agent: str, base: Sequence[str], lora: LoraConfig | None) -> None:

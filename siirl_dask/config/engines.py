@@ -131,7 +131,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for url in self.urls:
             _check_url(url)
-        places = [_place(url) for url in self.urls]
+        places = self.places
         for url, place in zip(self.urls, places, strict=True):
             if places.count(place) > 1:
                 raise ConfigError(
@@ -145,6 +145,11 @@ class ServerConfig:
             )
         above("rollout.server", 0, patience=self.patience, timeout=self.timeout)
 
+    @property
+    def places(self) -> list[tuple[str | None, int]]:
+        """Host and port of each server, however its address is written."""
+        return [_place(url) for url in self.urls]
+
 
 def _check_url(url: str) -> None:
     """Raise ConfigError unless ``url`` is a server's: a scheme, a host, and perhaps a port."""
@@ -156,7 +161,8 @@ def _check_url(url: str) -> None:
             parts.hostname.encode("idna")
     except ValueError as error:
         raise ConfigError(f"rollout.server.urls: {url!r}: {clause(error)}; {expected}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+    has_blank = any(character.isspace() for character in url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or has_blank:
         raise ConfigError(f"rollout.server.urls: {url!r}: {expected}")
     if parts.username is not None or parts.password is not None:
         raise ConfigError(

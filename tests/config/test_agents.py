@@ -167,3 +167,27 @@ def test_a_base_that_cannot_be_shared_is_refused_by_name(overrides, said, write)
 def test_a_mistake_is_refused_by_its_name(override, said, write):
     with pytest.raises(ConfigError, match=said):
         load(write(RUN), [override])
+
+
+SERVED = """
+data: {url: rows}
+model: {path: /models/one}
+rollout: {engine: server, server: {urls: ["http://one:8000"], weights_folder: /weights}}
+trainer: {lora: {rank: 4}}
+agents: {a: {}, b: {}}
+"""
+
+
+def test_agents_with_weights_of_their_own_have_servers_of_their_own(write):
+    """A server has the weights of one: the other's first turn ended the run."""
+    said = r"agents\.b\.rollout\.server\.urls: http://one:8000 is also a server of 'a'"
+    with pytest.raises(ConfigError, match=said):
+        load(write(SERVED))
+    with pytest.raises(ConfigError, match="is also a server of 'a'"):
+        load(write(SERVED), ["agents.b.rollout.server.urls=[http://two:8000,http://ONE:8000/]"])
+    for given in (
+        ["agents.b.rollout.server.urls=[http://two:8000]"],
+        ["agents.b.share=a"],
+        ["agents.a.base=a", "agents.b.base=a"],
+    ):
+        assert list(load(write(SERVED), given).agents) == ["a", "b"]

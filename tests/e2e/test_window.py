@@ -156,3 +156,31 @@ def test_transformers_repeats_the_ledger_of_vllm(train, tmp_path, kind):
     check_steps(run)
     ledger = f"rollout.ledger={tmp_path / 'run' / 'rollouts'}"
     check_same(run, train("again", *kind.given, ledger, config_file=kind.config))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_transformers_repeats_the_ledger_of_a_server_that_gets_merged_adapters(
+    train, digits_task, tmp_path
+):
+    """Parts of responses are requests to the server, each under the weights that it has then."""
+    pytest.importorskip("vllm")
+    from tests.rollout.vllm_servers import servers
+
+    given = (
+        *RESPONSES.given,
+        "trainer.lora.rank=2",
+        "cluster.workers=2",
+        "cluster.placement={rollout: [0], reward: [0], policy: [1]}",
+    )
+    with servers(digits_task.model, tmp_path) as (server,):
+        run = train(
+            "run",
+            *given,
+            "rollout.engine=server",
+            f"rollout.server.urls=[{server.url}]",
+            f"rollout.server.weights_folder={tmp_path / 'weights'}",
+        )
+    assert max(check_steps(run)) > 1  # some have tokens of several weights
+    ledger = f"rollout.ledger={tmp_path / 'run' / 'rollouts'}"
+    check_same(run, train("again", *given, ledger, "rollout.engine=transformers"))

@@ -17,6 +17,7 @@ from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import ImageError
 from siirl_dask.images import Image
 from siirl_dask.nodes import generate, generate_answers, generate_with_greedy
+from siirl_dask.nodes.prompts import MAX_TOKENS
 from siirl_dask.planner.contract import contract_of
 from siirl_dask.rollout import FinishReason, Generation
 from siirl_dask.schema import TYPES
@@ -113,6 +114,30 @@ def test_responses_that_go_on_later_show_their_images_again_also_from_storage(tm
         ended = generate(ctx, prompts([]), rollout=rollout)
         assert (ended.num_rows, ctx.resource.seen) == (6, expected())
         assert {asked.begun for asked in ctx.resource.requests} == {1}
+
+
+def test_parts_of_responses_show_their_images_again_in_a_step_and_in_later_ones(tmp_path):
+    """The first step of a window takes the one group that needs one part alone."""
+    rollout = RolloutConfig(
+        n=2, max_response_length=40, max_staleness=1, steps_ahead=0, window=len(SHOWN) - 1
+    )
+    limits = pa.array([40, 40, 16], pa.int64())
+    given = prompts().append_column(MAX_TOKENS, limits)
+    carries = contract_of(partial(generate, rollout=rollout)).carries
+    first = context(Seeing())
+    taken = generate(first, given, rollout=rollout)
+    assert taken["prompt_ids"].to_pylist() == [[2, 5]] * 2
+    assert first.resource.seen == expected()
+    folder = str(tmp_path / "kept")
+    commit_parts(folder, 1, [stage_part(folder, 1, 0, carries.pack(first, rollout=rollout))])
+    later = context(Seeing(), first.state, step=2, drain=True)
+    resumed = context(Seeing(), step=2, drain=True)
+    carries.unpack(resumed, read_kept_rows(folder, 0, 1, 2**20), rollout=rollout)
+    for ctx in (later, resumed):
+        ended = generate(ctx, given.slice(0, 0), rollout=rollout)
+        assert [len(ids) for ids in ended["response_ids"].to_pylist()] == [40] * 4
+        assert ctx.resource.seen == {row: {SHOWN[row]} for row in (0, 1)}
+        assert {asked.begun for asked in ctx.resource.requests} == {16, 32}
 
 
 def test_a_column_of_this_name_is_any_column_to_an_engine_of_texts_alone():

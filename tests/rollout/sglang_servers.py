@@ -23,6 +23,7 @@ ARGUMENTS = {
     "speculative_algorithm": None,
     "weight_cache_mode": "off",
     "disaggregation_mode": "null",
+    "weight_version": "default",
     "enable_fp32_lm_head": False,
     "dtype": "float32",
     "device": "cuda",
@@ -36,6 +37,8 @@ class SglangHttpServer:
         self.folder = folder
         self.described = {**ARGUMENTS, **arguments}
         self.answered = []
+        self.busy = 0
+        """Times that its cache is not flushed, as while it takes back requests."""
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._serve)
 
@@ -141,6 +144,14 @@ class _Update(_Handler):
             return
         for path in files:
             self.of.scheduler.load(load_file(path).items())
+        if body["flush_cache"] and self.of.busy:
+            self.of.busy -= 1
+            self.set_status(400)
+            message = (
+                "Weights were updated, but the cache was not flushed because requests are still"
+            )
+            self.write({"success": False, "message": f"{message} running or queued."})
+            return
         if body["flush_cache"]:
             self.of.scheduler.flush_cache()
         self.of.weight_version = body["weight_version"]

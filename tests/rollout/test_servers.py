@@ -4,13 +4,15 @@ what a server may answer, files of weights, and a server that comes and goes.
 
 import asyncio
 import json
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,14 +40,15 @@ from siirl_dask.rollout import (
     check_engine,
 )
 from siirl_dask.rollout.concurrent_requests import serve_concurrently
-from siirl_dask.rollout.server_engine import serve
+from siirl_dask.rollout.server_engine import connection, serve
 from siirl_dask.rollout.server_engine.answers import read_vllm_answer
 from siirl_dask.rollout.server_engine.balance import choose_server
+from siirl_dask.rollout.server_engine.connection import OutOfReachError, SilentError
 from siirl_dask.rollout.server_engine.engine import ServerEngine
 from siirl_dask.rollout.server_engine.serve import arguments
-from siirl_dask.rollout.server_engine.vllm_server import VllmServer
+from siirl_dask.rollout.server_engine.vllm_server import SAMPLER, VllmServer
 from siirl_dask.rollout.server_engine.weight_folder import WeightFolder
-from siirl_dask.rollout.vllm_engine.row_parameters import EXACT
+from siirl_dask.rollout.vllm_engine.row_parameters import EXACT, RAW
 
 URL = "http://127.0.0.1:8000"
 SERVER = ServerConfig(urls=[URL], weights_folder="/weights")
@@ -59,6 +62,8 @@ REQUEST = GenerationRequest([1, 2], 3, Sampling(max_tokens=4))
         ("ftp://10.0.0.7", "expected a server's address"),
         ("http://", "expected a server's address"),
         ("http://host:0", "expected a server's address"),
+        ("http://a b:8000", "expected a server's address"),
+        ("http://host:8000\n", "expected a server's address"),
         ("http://host..name:8000", "label empty or too long"),
         ("http://host:99999", "out of range"),
         ("http://me:secret@host:8000", "a user's name or a password"),
@@ -181,6 +186,9 @@ def test_an_answer_is_read_as_a_response_with_the_label_of_its_weights():
         (answer_of([], []), "other tokens than it sampled"),
         (answer_of([1] * 5, [0.5] * 5), "at most 4 were asked for"),
         (answer_of([5], [float("nan")]), "not finite"),
+        (answer_of([5], [-9999.0]), "not finite"),
+        (answer_of(["x" * 10**6], [0.5]), "expected a token"),
+        (answer_of([5], [0.5], "x" * 10**6), "ended by something else"),
         (answer_of([5], [-0.5]), "as a log-probability"),
         (answer_of([2**31], [0.5]), "expected a token"),
         (answer_of([5], [10**400]), "has not the form"),
@@ -193,6 +201,13 @@ def test_an_answer_of_another_form_is_an_error_that_names_the_server(found, said
     with pytest.raises(RunError, match=said) as refused:
         read_vllm_answer(found, REQUEST, {6}, EXACT, URL)
     assert URL in str(refused.value)
+    assert len(str(refused.value)) < 1000
+
+
+def test_what_vllm_writes_for_a_log_prob_that_is_not_finite_is_none():
+    """JSON has no such number: vLLM's server writes -9999, in every mode of log-probs."""
+    with pytest.raises(RunError, match="logits that are not finite"):
+        read_vllm_answer(answer_of([5] * 4, [-0.5, -9999.0, -0.5, -0.5]), REQUEST, {6}, RAW, URL)
 
 
 def test_weights_are_written_in_buckets_and_what_dead_engines_left_is_removed(tmp_path):
@@ -293,8 +308,9 @@ def asked(http, *answers, patience=5.0):
 
 
 def test_a_server_that_starts_again_is_asked_again_with_the_same_words(http):
-    assert asked(http, (503, b"starting"), (502, b""), (200, {"choices": []})) == {"choices": []}
-    assert http.asked == [("/inference/v1/generate", {"token_ids": [1]})] * 3
+    answers = [(503, b"starting"), (502, b""), (429, b"too many requests")]
+    assert asked(http, *answers, (200, {"choices": []})) == {"choices": []}
+    assert http.asked == [("/inference/v1/generate", {"token_ids": [1]})] * 4
 
 
 @pytest.mark.parametrize(
@@ -323,17 +339,27 @@ class VllmAnswers:
     weights.
     """
 
-    def __init__(self, *labels):
+    def __init__(
+        self, *labels, processors=(SAMPLER,), mode=EXACT, speculation=None, device="cuda", **more
+    ):
         self.labels = [*labels]
+        self.processors = processors
+        self.mode = mode
+        self.speculation = speculation
+        self.device = device
+        self.more = {"hf_overrides": {}} | more
         self.loaded = "default"
 
     def __call__(self, path, body):
         match path.partition("?")[0]:
             case "/server_info":
-                model = {"model": "m", "logprobs_mode": EXACT, "dtype": "float32"}
+                model = {"model": "m", "logprobs_mode": self.mode, "dtype": "float32"}
                 model |= {"max_model_len": 64, "generation_config": "vllm"}
-                config = {"model_config": model, "device_config": {"device": "cuda"}}
+                model["logits_processors"] = self.processors
+                model |= self.more
+                config = {"model_config": model, "device_config": {"device": self.device}}
                 config["parallel_config"] = {"worker_extension_cls": None}
+                config["speculative_config"] = self.speculation
                 return 200, {"vllm_config": config}
             case "/update_weight_version":
                 self.loaded = body["new_version"]
@@ -347,14 +373,29 @@ class VllmAnswers:
         return 200, b""
 
 
+def examined(http, model):
+    """Ask a server what it is, and hold that against a model."""
+
+    async def examine():
+        rollout = RolloutConfig(engine=Engine.server, server=SERVER)
+        server = VllmServer(f"http://127.0.0.1:{http.server_port}", rollout, 1, lambda: None)
+        try:
+            await server.examine()
+            server.check(model)
+        finally:
+            server.close()
+
+    asyncio.run(examine())
+
+
 @contextmanager
-def engine_over(http, folder, weights, answers):
+def engine_over(http, folder, weights, answers, **settings):
     """An engine over a server that answers so."""
     http.answers = answers
     config = ServerConfig(
         urls=[f"http://127.0.0.1:{http.server_port}"], weights_folder=str(weights)
     )
-    rollout = RolloutConfig(engine=Engine.server, server=config)
+    rollout = RolloutConfig(engine=Engine.server, server=config, **settings)
     model = ModelConfig(path=str(folder), dtype=Dtype.float32)
     engine = ServerEngine(model, rollout, Device("w0"), Rank())
     try:
@@ -369,6 +410,137 @@ def served(http, folder, weights, answers):
         queue = LocalQueue([REQUEST])
         engine.serve(queue)
         return queue.results()[0]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "processors", "said"),
+    [
+        (Sampler.exact, None, "it has no --logits-processors, and rollout.sampler=exact needs"),
+        (Sampler.exact, [SAMPLER, "mine:Other"], "mine:Other, and those other than"),
+        (Sampler.vllm, ["mine:Other"], "change what is sampled"),
+        (Sampler.vllm, [SAMPLER], None),  # rows without its parameters are none of its
+        (Sampler.vllm, None, None),
+    ],
+)
+def test_a_server_that_draws_its_tokens_otherwise_is_refused_by_its_processors(
+    http, digits_task, tmp_path, sampler, processors, said
+):
+    """Without the sampler a server in the same mode takes the likeliest tokens, with logits for
+    log-probs, and nothing else tells.
+    """
+    mode = EXACT if sampler is Sampler.exact else RAW
+    answers = VllmAnswers(processors=processors, mode=mode)
+    expected = nullcontext()
+    if said is not None:
+        expected = pytest.raises(ConfigError, match=said)
+    with expected, engine_over(http, digits_task.model, tmp_path, answers, sampler=sampler):
+        pass
+
+
+def test_a_server_on_a_cpu_is_refused_for_families_of_which_vllm_makes_other_log_probs_there(
+    http, tmp_path
+):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "ernie4_5_moe"}))
+    model = ModelConfig(path=str(tmp_path), dtype=Dtype.float32)
+    http.answers = VllmAnswers(device="cuda")
+    examined(http, model)
+    http.answers = VllmAnswers(device="cpu")
+    with pytest.raises(ConfigError, match="vLLM on a CPU computes other log-probs of ernie4_5_moe"):
+        examined(http, model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "overrides", "float32_head", "said"),
+    [
+        ("bfloat16", {}, True, 'start it with --hf-overrides \'{"head_dtype": "float32"}\''),
+        ("bfloat16", {"head_dtype": "float32"}, False, "start it without head_dtype"),
+        ("bfloat16", {"head_dtype": "float32"}, True, None),
+        ("bfloat16", {}, False, None),
+        ("float32", {}, True, None),
+    ],
+)
+def test_a_server_whose_head_has_another_number_type_than_the_trainers_is_refused(
+    http, dtype, overrides, float32_head, said
+):
+    """Its log-probs have digits of bfloat16, and nothing else tells."""
+    http.answers = VllmAnswers(dtype=dtype, hf_overrides=overrides)
+    model = ModelConfig(path="m", dtype=Dtype(dtype), float32_head=float32_head)
+    expected = nullcontext()
+    if said is not None:
+        expected = pytest.raises(ConfigError, match=re.escape(said))
+    with expected:
+        examined(http, model)
+
+
+def test_a_server_that_drafts_tokens_is_refused(http, digits_task, tmp_path):
+    """Its rows are no function of their seeds."""
+    answers = VllmAnswers(mode=RAW, speculation={"method": "ngram"})
+    refused = pytest.raises(ConfigError, match="start it without --speculative-config")
+    with refused, engine_over(http, digits_task.model, tmp_path, answers, sampler=Sampler.vllm):
+        pass
+
+
+class Clock:
+    """The time, of which a server's answers take so much that the test says."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    async def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "error", "said"),
+    [
+        ((30.0, 700.0), OutOfReachError, None),  # it was in reach for most of the time
+        ((30.0,) * 5, OutOfReachError, "it has failed 3 times: its connection ended"),
+        ((3600.0, 3600.0), SilentError, "out of reach for 600 seconds"),  # it never was
+        ((1.0,) * 130, OutOfReachError, "out of reach for 600 seconds"),
+    ],
+)
+def test_the_patience_is_for_a_server_that_is_out_of_reach_and_not_for_a_long_response(
+    monkeypatch, seconds, error, said
+):
+    clock = Clock()
+    monkeypatch.setattr(connection, "time", clock)
+    monkeypatch.setattr(
+        connection, "asyncio", SimpleNamespace(sleep=clock.sleep, Lock=asyncio.Lock)
+    )
+    waiting = [*seconds]
+
+    async def attempt():
+        if not waiting:
+            return "answered"
+        clock.now += waiting.pop(0)
+        raise error("its connection ended")
+
+    rollout = RolloutConfig(engine=Engine.server, server=SERVER)
+    expected = nullcontext()
+    if said is not None:
+        expected = pytest.raises(RunError, match=said)
+    with expected:
+        server = VllmServer(URL, rollout, 2, lambda: None)
+        assert asyncio.run(server.patiently("/generate", attempt)) == "answered"
+
+
+def test_a_server_that_gives_no_answer_in_time_is_one_that_is_silent(http):
+    http.answers = [(None, Queue())]
+    config = replace(SERVER, timeout=0.2)
+
+    async def ask():
+        rollout = RolloutConfig(engine=Engine.server, server=config)
+        server = VllmServer(f"http://127.0.0.1:{http.server_port}", rollout, 2, lambda: None)
+        try:
+            await server.ask_once("POST", "/inference/v1/generate", {})
+        finally:
+            server.close()
+
+    with pytest.raises(SilentError):
+        asyncio.run(ask())
 
 
 def test_a_server_stops_generating_for_a_call_that_failed(http, digits_task, tmp_path):

@@ -100,6 +100,24 @@ def test_a_server_that_was_started_again_gets_the_weights_again(server, served_m
         engine.close()
 
 
+def test_a_server_that_still_takes_back_requests_is_asked_again_to_load_weights(
+    server, served_model, tmp_path
+):
+    """Such as those of a worker that was killed: the run that went on ended as well."""
+    engine = engine_of(served_model, server.url, tmp_path)
+    try:
+        server.busy = 2
+        engine.load_weights(load_file(served_model / "model.safetensors").items(), 1)
+        assert server.busy == 0
+        assert server.weight_version == engine._label
+        server.busy = 3
+        with pytest.raises(RunError, match="the cache was not flushed"):
+            engine.load_weights(load_file(served_model / "model.safetensors").items(), 2)
+    finally:
+        server.busy = 0
+        engine.close()
+
+
 def test_a_server_that_cannot_load_weights_ends_the_run_with_its_words(
     server, served_model, tmp_path, monkeypatch
 ):
@@ -124,6 +142,7 @@ def test_a_server_that_cannot_load_weights_ends_the_run_with_its_words(
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm is 'EAGLE'"),
         ({"weight_cache_mode": "client"}, "takes no new weights"),
         ({"disaggregation_mode": "prefill"}, "two servers"),
+        ({"weight_version": "mine"}, "--weight-version is 'mine'"),
         ({"dtype": "bfloat16"}, "--dtype is bfloat16, and model.dtype is float32"),
         ({"dtype": "auto"}, "start it with --dtype float32"),
         ({"enable_fp32_lm_head": True}, "model.float32_head is False"),
@@ -179,10 +198,15 @@ def test_an_answer_is_read_with_the_labels_of_all_weights_that_sampled_it():
         ([], "has not the form"),
         ({"output_ids": [5]}, "has not the form"),
         (answer_of([5], [-0.5], "abort"), "ended by something else"),
+        (
+            answer_of([6], [-0.5], finish_reason={"type": "stop", "matched": "NaN happened"}),
+            "logits that are not finite",
+        ),
+        (answer_of([5], [-0.5], "x" * 10**6), "ended by something else"),
         (answer_of([5], [-0.5], finish_reason=None), "has not the form"),
         (answer_of([5], [-0.5], weight_versions=5), "has not the form"),
         (answer_of([5], [-0.5], output_token_logprobs=[[-0.5]]), "has not the form"),
-        (answer_of([5], [None]), "has not the form"),
+        (answer_of([5] * 4, [-0.5, None, -0.5, -0.5]), "not finite"),
         (answer_of([5], [-0.5], output_token_logprobs=[[-0.5, 6, None]]), "other tokens"),
         (answer_of([-5], [-0.5]), "expected a token"),
         (answer_of([], []), "other tokens than it sampled"),
@@ -198,6 +222,7 @@ def test_an_answer_of_another_form_is_an_error_that_names_the_server(found, said
     with pytest.raises(RunError, match=said) as refused:
         read_sglang_answer(found, REQUEST, {6}, URL)
     assert URL in str(refused.value)
+    assert len(str(refused.value)) < 1000
 
 
 @pytest.mark.parametrize(

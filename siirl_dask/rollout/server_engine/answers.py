@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
+from reprlib import repr as short
 from typing import Any
 
 from siirl_dask.errors import RunError
@@ -14,6 +15,12 @@ from siirl_dask.rollout.vllm_engine.row_parameters import EXACT
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _MOST_TOKENS = 2**31
 """Tokens that any vocabulary may have."""
+_VLLMS_NOT_FINITE = -9999.0
+"""A log-probability that is no number, or minus infinity, in answers of vLLM: JSON has neither."""
+_SGLANGS_NOT_FINITE = "NaN happened"
+"""Reason by which SGLang ends a response whose logits are no numbers; it puts an end token last."""
+_SHOWN = 200
+"""Characters of an error that may have a server's own words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,7 @@ def read_vllm_answer(
         tokens = [_token(token) for token in _sequence(choice["token_ids"])]
         content = _sequence(_mapping(choice["logprobs"])["content"])
         chosen = [_mapping(each) for each in content]
-        logprobs = [float(each["logprob"]) for each in chosen]
+        logprobs = [_vllms_logprob(each["logprob"]) for each in chosen]
         reported = [_token(each["token_id"]) for each in chosen]
         spans = _sequence(choice["weight_versions"])
         labels = frozenset(str(_mapping(span)["version"]) for span in spans)
@@ -73,15 +80,18 @@ def read_sglang_answer(
         meta = _mapping(answer["meta_info"])
         tokens = [_token(token) for token in _sequence(answer["output_ids"])]
         chosen = [_sequence(each) for each in _sequence(meta["output_token_logprobs"])]
-        logprobs = [float(each[0]) for each in chosen]
+        logprobs = [_sglangs_logprob(each[0]) for each in chosen]
         reported = [_token(each[1]) for each in chosen]
         labels = frozenset([str(meta["weight_version"])])
         if "weight_versions" in meta:  # there where weights were replaced meanwhile
             spans = _sequence(meta["weight_versions"])
             labels |= {str(_mapping(span)["version"]) for span in spans}
-        reason = _REASONS[_mapping(meta["finish_reason"])["type"]]
+        ended_by = _mapping(meta["finish_reason"])
+        reason = _REASONS[ended_by["type"]]
     except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise _other_form(url, "SGLang 0.5.23's", error) from error
+    if ended_by.get("matched") == _SGLANGS_NOT_FINITE:
+        raise _not_finite(url)
     generation = Generation(tokens, logprobs, reason)
     _check(generation, reported, request, ends, url=url, expected="log-probabilities of SGLang")
     return ServedResponse(generation, labels)
@@ -91,8 +101,13 @@ def _other_form(url: str, known: str, error: Exception) -> RunError:
     """Return the error for an answer that is not understood."""
     return RunError(
         f"{url}: its answer has not the form that {known} has, or the response was ended by "
-        f"something else than its end or its length: {type(error).__name__}: {error}"
+        f"something else than its end or its length: {type(error).__name__}: {error!s:.{_SHOWN}}"
     )
+
+
+def _not_finite(url: str) -> RunError:
+    """Return the error for logits that are not finite."""
+    return RunError(f"{url}: the model gives logits that are not finite")
 
 
 def _check(
@@ -118,7 +133,7 @@ def _check(
             "were asked for"
         )
     if not all(map(isfinite, logprobs)):
-        raise RunError(f"{url}: the model gives logits that are not finite")
+        raise _not_finite(url)
     if max(logprobs) > 0:
         raise RunError(f"{url}: it gave {max(logprobs)} as a log-probability; expected {expected}")
     _check_end(tokens, generation.finish_reason, request, ends, url)
@@ -166,7 +181,22 @@ def _only(found: object) -> object:
     return sequence[0]
 
 
+def _vllms_logprob(found: Any) -> float:
+    """Return a log-probability; NaN for what vLLM writes where it is not finite."""
+    logprob = float(found)
+    if logprob <= _VLLMS_NOT_FINITE:
+        return nan
+    return logprob
+
+
+def _sglangs_logprob(found: Any) -> float:
+    """Return a log-probability; NaN for null, which SGLang writes where it is not finite."""
+    if found is None:
+        return nan
+    return float(found)
+
+
 def _token(found: object) -> int:
     if type(found) is not int or not 0 <= found < _MOST_TOKENS:
-        raise TypeError(f"expected a token, found {found!r}")
+        raise TypeError(f"expected a token, found {short(found)}")
     return found

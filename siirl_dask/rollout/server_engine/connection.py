@@ -31,14 +31,21 @@ _SHOWN = 500
 """Characters of a server's own words in an error, at most."""
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
-_OUT_OF_REACH = (502, 503, 504)
-"""Statuses of a server that starts, ends, or is behind a proxy that does not reach it."""
+_OUT_OF_REACH = (429, 502, 503, 504)
+"""Statuses of a server that has too much to do, starts, ends, or is behind a proxy that does not reach
+it."""
 _FAILURES = 3
-"""Times that a server may fail at one request."""
+"""Times that a server may fail at one request, or end while it works at it."""
+_CONNECT_SECONDS = 20.0
+"""Most seconds for a connection."""
 
 
 class OutOfReachError(Exception):
     """A server gives no answer now; it may later."""
+
+
+class SilentError(OutOfReachError):
+    """A server gave no answer in time."""
 
 
 class _FailedError(Exception):
@@ -155,20 +162,34 @@ class Server(ABC):
         return await self.patiently(path, lambda: self.ask_once(method, path, body))
 
     async def patiently(self, path: str, attempt: Callable[[], Awaitable[Any]]) -> Any:
-        """Return what ``attempt`` returns, which is called again while the server is out of reach."""
+        """Return what ``attempt`` returns, which is called again while the server is out of reach.
+
+        A server that had it under way for longer than a connection takes was in reach until then:
+        its ``patience`` begins anew, so that two ends of a server during a long response are not
+        taken for one. It has failed at the request, though, as one that a request ends does.
+        """
         pause = _FIRST_PAUSE
         failures = 0
         since: float | None = None
         while True:
+            asked = time.monotonic()
+            has_failed = True
             try:
                 return await attempt()
             except OutOfReachError as error:
                 problem = str(error)
+                has_failed = time.monotonic() - asked > _CONNECT_SECONDS
+                if isinstance(error, SilentError):
+                    has_failed = False
+                if has_failed:
+                    since = None
+                    pause = _FIRST_PAUSE
             except _FailedError as error:
                 problem = str(error)
+            if has_failed:
                 failures += 1
-                if failures >= _FAILURES:
-                    raise RunError(f"{self.url}{path}: {problem}") from error
+            if failures >= _FAILURES:
+                raise RunError(f"{self.url}{path}: it has failed {failures} times: {problem}")
             now = time.monotonic()
             if since is None:
                 since = now
@@ -194,10 +215,20 @@ class Server(ABC):
             )
         self._warned = now
 
-    async def ask_once(self, method: str, path: str, body: object = None) -> Any:
-        """Return the answer to one request. RunError for a refusal."""
+    async def ask_once(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        failures: Collection[int] = (),
+    ) -> Any:
+        """Return the answer to one request. RunError for a refusal; ``failures`` are further statuses
+        by which a server says that it failed.
+        """
         try:
             response = await self.fetch(method, path, body)
+        except TimeoutError as error:
+            raise SilentError(str(error)) from error
         except OSError as error:
             raise OutOfReachError(str(error)) from error
         if response.code == 200:
@@ -206,7 +237,7 @@ class Server(ABC):
         problem = f"{response.code} {words}"
         if response.code in _OUT_OF_REACH:
             raise OutOfReachError(problem)
-        if response.code >= 500:
+        if response.code >= 500 or response.code in failures:
             raise _FailedError(problem)
         raise RunError(f"{self.url}{path}: {problem}{self.advice(response.code, path)}")
 
@@ -217,9 +248,12 @@ class Server(ABC):
             self._client = None
 
     async def fetch(self, method: str, path: str, body: object) -> HTTPResponse:
-        """Return one answer of the server. OSError where there is none."""
+        """Return one answer of the server. OSError where there is none, TimeoutError where it did
+        not come in time.
+        """
         from tornado.httpclient import HTTPClientError, HTTPRequest
         from tornado.iostream import StreamClosedError
+        from tornado.simple_httpclient import HTTPTimeoutError
 
         from siirl_dask.http_client import EndingClient
 
@@ -235,12 +269,14 @@ class Server(ABC):
             method=method,
             headers={"Content-Type": "application/json"},
             body=json.dumps(body) if method == "POST" else None,
-            connect_timeout=min(self._timeout, 20.0),
+            connect_timeout=min(self._timeout, _CONNECT_SECONDS),
             request_timeout=self._timeout,
             follow_redirects=False,
         )
         try:
             return await self._client.ask(request, raise_error=False)
+        except HTTPTimeoutError as error:
+            raise TimeoutError(str(error)) from error
         except (HTTPClientError, StreamClosedError) as error:
             raise ConnectionError(str(error)) from error
 

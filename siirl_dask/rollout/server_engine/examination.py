@@ -10,7 +10,9 @@ from siirl_dask.config import Config, Engine, ModelConfig, RolloutConfig
 from siirl_dask.errors import ConfigError, SiirlError
 from siirl_dask.rollout.server_engine.engine import server_at
 
-_PATIENCE = 5.0  # seconds for a server's answer; a run waits for rollout.server.patience
+_PATIENCE = 30.0
+"""Seconds for a server's answer; a run waits for rollout.server.patience. vLLM looks for its machine's
+compilers, packages and drivers before its first one, for 4 seconds on two cores without a device."""
 _START = (
     "start it as docs/engines.md says, on an address that this machine and the workers reach, or "
     "correct rollout.server.urls"

@@ -13,10 +13,9 @@ import sys
 from importlib.util import find_spec
 
 from siirl_dask.models.broken_imports import hide
-from siirl_dask.rollout.server_engine.vllm_server import EXTENSION
+from siirl_dask.rollout.server_engine.vllm_server import EXTENSION, SAMPLER
 
 hide()  # here: as they start, processes of vLLM import this module, which none called __main__ is
-SAMPLER = "siirl_dask.rollout.vllm_engine.token_choice:VllmTokenSampler"
 DEFAULTS = {
     "--host": "127.0.0.1",
     "--logits-processors": SAMPLER,

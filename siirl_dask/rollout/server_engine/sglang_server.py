@@ -23,9 +23,14 @@ _EXPECTED: Mapping[str, tuple[Any, str]] = {
     "speculative_algorithm": (None, "its tokens are drawn in another way"),
     "weight_cache_mode": ("off", "it takes no new weights then"),
     "disaggregation_mode": ("null", "a request would need two servers"),
+    "weight_version": ("default", "by it one is known that was started again"),
 }
 """Arguments of the server by which its samples would be others, or none, with the value that they
 must have and the reason."""
+_NOT_LOADED = 400
+"""Status by which SGLang says that it has not loaded weights, or not forgotten the older ones' cache."""
+_SHOWN = 500
+"""Characters of a server's own words in an error, at most."""
 
 
 class SglangServer(Server):
@@ -86,11 +91,17 @@ class SglangServer(Server):
     async def load(self, folder: Path, label: str) -> None:
         """See ``Server``. SGLang ends the requests that it has before it loads, forgets what it has
         read of prompts, and takes weights and label in one call.
+
+        It cannot forget that while it takes back requests whose callers are gone, such as those of a
+        worker that was killed: then it has failed (400), and is asked again.
         """
+        path = "/update_weights_from_disk"
         body = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
-        answer = await self.ask("POST", "/update_weights_from_disk", body)
+        answer = await self.patiently(
+            path, lambda: self.ask_once("POST", path, body, failures=(_NOT_LOADED,))
+        )
         if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise RunError(f"{self.url}: it could not load weights: {answer!r}")
+            raise RunError(f"{self.url}: it could not load weights: {answer!r:.{_SHOWN}}")
 
     async def respond(
         self, request: GenerationRequest, end_tokens: Collection[int]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig
+from siirl_dask.devices import DeviceKind
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout.engine import GenerationRequest
 from siirl_dask.rollout.server_engine.answers import ServedResponse, read_vllm_answer
 from siirl_dask.rollout.server_engine.connection import OutOfReachError, Server, ServerFacts
-from siirl_dask.rollout.vllm_engine.other_logprobs import check_engine_length
-from siirl_dask.rollout.vllm_engine.row_parameters import logprobs_mode, row_parameters
+from siirl_dask.rollout.vllm_engine.other_logprobs import (
+    check_engine_length,
+    check_logprobs_of_vllm,
+)
+from siirl_dask.rollout.vllm_engine.row_parameters import EXACT, logprobs_mode, row_parameters
 
 EXTENSION = "siirl_dask.rollout.server_engine.extension.LoadsWeights"
+SAMPLER = "siirl_dask.rollout.vllm_engine.token_choice:VllmTokenSampler"
 _GENERATE = "/inference/v1/generate"
+_HEAD = "head_dtype"
+"""Key of ``--hf-overrides`` for the number type of the head's products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,12 @@ class _VllmFacts:
     has_extension: bool
     """Whether its workers can load weights as ``extension`` does."""
     generation_config: str
+    processors: tuple[str, ...]
+    """Logits processors, which run on all requests."""
+    speculates: bool
+    """Whether it drafts tokens before it computes them."""
+    head_dtype: str | None
+    """Number type of the head's products, where it is given; None: that of all others."""
 
 
 class VllmServer(Server):
@@ -77,6 +90,12 @@ class VllmServer(Server):
                 "siirl_dask.rollout.server_engine.serve MODEL, or with --logprobs-mode "
                 f"{self._mode} and rollout.sampler=vllm"
             )
+        self._check_processors(found.processors)
+        if found.speculates:
+            raise ConfigError(
+                f"{self.url}: it drafts tokens, and draws them in another way than a row's seed says; "
+                "start it without --speculative-config"
+            )
         if found.generation_config != "vllm":
             raise ConfigError(
                 f"{self.url}: its --generation-config is {found.generation_config}, by which "
@@ -88,13 +107,52 @@ class VllmServer(Server):
                 f"{self.url}: it computes in {found.dtype}, and model.dtype is {model.dtype}; "
                 f"start it with --dtype {model.dtype}, or give model.dtype={found.dtype}"
             )
+        self._check_head(model)
         cure = f"start it with --max-model-len {model.longest_row}"
         check_engine_length(model, found.longest, f"{self.url}: --max-model-len", cure)
+        if found.on_cpu:
+            check_logprobs_of_vllm(model.path, 0, DeviceKind.CPU)
         if found.on_cpu and not found.has_extension:
             raise ConfigError(
                 f"{self.url}: on a CPU vLLM leaves some weights as they were, without a word; "
                 f"start it with --worker-extension-cls {EXTENSION}, or by python -m "
                 "siirl_dask.rollout.server_engine.serve"
+            )
+
+    def _check_head(self, model: ModelConfig) -> None:
+        """Raise ConfigError for a server whose head computes in another number type than the
+        trainer's.
+        """
+        found = self._facts
+        is_float32 = found.head_dtype == Dtype.float32
+        if found.dtype == Dtype.float32 or is_float32 == model.float32_head:
+            return
+        cure = "start it without head_dtype in --hf-overrides, or give model.float32_head=true"
+        if model.float32_head:
+            cure = f'start it with --hf-overrides \'{{"{_HEAD}": "{Dtype.float32}"}}\''
+        computed = found.dtype
+        if found.head_dtype is not None:
+            computed = found.head_dtype
+        raise ConfigError(
+            f"{self.url}: its head computes in {computed}, and model.float32_head is "
+            f"{model.float32_head}; {cure}"
+        )
+
+    def _check_processors(self, processors: Sequence[str]) -> None:
+        """Raise ConfigError for a server that draws its tokens otherwise: without the sampler it
+        takes the likeliest ones, and reports logits.
+        """
+        others = [name for name in processors if name != SAMPLER]
+        if others:
+            raise ConfigError(
+                f"{self.url}: its --logits-processors are {', '.join(processors)}, and those other "
+                f"than {SAMPLER} change what is sampled; start it without them"
+            )
+        if self._mode == EXACT and not processors:
+            raise ConfigError(
+                f"{self.url}: it has no --logits-processors, and rollout.sampler=exact needs "
+                f"{SAMPLER}; start it by python -m siirl_dask.rollout.server_engine.serve MODEL, "
+                f"or with --logits-processors {SAMPLER}"
             )
 
     async def label(self) -> str:
@@ -180,6 +238,9 @@ class VllmServer(Server):
                 on_cpu=str(config["device_config"]["device"]) == "cpu",
                 has_extension=config["parallel_config"]["worker_extension_cls"] == EXTENSION,
                 generation_config=str(model["generation_config"]),
+                processors=_processors(model["logits_processors"]),
+                speculates=config["speculative_config"] is not None,
+                head_dtype=_head_dtype(model["hf_overrides"]),
             )
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -187,3 +248,19 @@ class VllmServer(Server):
                 f"{type(error).__name__}: {error}; for servers of SGLang give "
                 "rollout.sampler=sglang"
             ) from error
+
+
+def _processors(found: Sequence[object] | None) -> tuple[str, ...]:
+    """Return the names of logits processors."""
+    if found is None:
+        return ()
+    return tuple(str(name) for name in found)
+
+
+def _head_dtype(overrides: object) -> str | None:
+    """Return the number type of the head that overrides of the model's config give; None where they
+    give none.
+    """
+    if not isinstance(overrides, dict) or overrides.get(_HEAD) is None:
+        return None
+    return str(overrides[_HEAD]).removeprefix("torch.")
