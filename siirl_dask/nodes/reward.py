@@ -17,8 +17,7 @@ from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS, reward_sums, se
 from siirl_dask.nodes.failures import Failures, check_failures
 from siirl_dask.nodes.packed_table import pack_rows
 from siirl_dask.planner import columns, reads_option
-from siirl_dask.rewards import Score, Scorer, Scoring
-from siirl_dask.rewards.signatures import PASSED_IF_NAMED
+from siirl_dask.rewards import PASSED_IF_NAMED, Score, Scorer, Scoring
 from siirl_dask.schema import (
     ANSWER,
     PROMPT,

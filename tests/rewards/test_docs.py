@@ -11,7 +11,7 @@ import yaml
 import siirl_dask.rewards as rewards
 from siirl_dask.config import RewardsConfig
 from siirl_dask.planner import dag_from_spec
-from siirl_dask.rewards.signatures import PASSED_IF_NAMED
+from siirl_dask.rewards import PASSED_IF_NAMED
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 NO_REWARDS = {"build_scorer", "score_of"}
