@@ -68,7 +68,11 @@ RESPONSE_IDS = "response_ids"
 PROMPT_TEXT = "prompt_text"
 """string. The prompt as the model saw it."""
 RESPONSE = "response"
-"""string. The decoded response, without special tokens."""
+"""string. The decoded response, without the tokens that end it; other special tokens stay, since
+tags such as ``<think>`` are special tokens of some models."""
+PLAIN_RESPONSE = "plain_response"
+"""string. The response without any special token, where that is another text than ``response``;
+else null."""
 ROLLOUT_LOGPROBS = "rollout_logprobs"
 """list<float>. Log-probability of each sampled token under the distribution it was drawn from
 (after the temperature).
@@ -177,6 +181,7 @@ TYPES: Mapping[str, pa.DataType] = {
     RESPONSE_IDS: pa.large_list(pa.int32()),
     PROMPT_TEXT: pa.large_string(),
     RESPONSE: pa.large_string(),
+    PLAIN_RESPONSE: pa.large_string(),
     ROLLOUT_LOGPROBS: pa.large_list(pa.float32()),
     ROUTED_EXPERTS: pa.large_list(pa.uint8()),
     FINISH_REASON: pa.large_string(),

@@ -17,12 +17,11 @@ from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS, reward_sums, se
 from siirl_dask.nodes.failures import Failures, check_failures
 from siirl_dask.nodes.packed_table import pack_rows
 from siirl_dask.planner import columns, reads_option
-from siirl_dask.rewards import Score, Scorer, Scoring
+from siirl_dask.rewards import PASSED_IF_NAMED, Score, Scorer, Scoring
 from siirl_dask.schema import (
     ANSWER,
     PROMPT,
     PROMPT_IDS,
-    PROMPT_TEXT,
     RESPONSE,
     RESPONSE_IDS,
     REWARD,
@@ -56,11 +55,13 @@ class EarlyScores:
 
     def take(self, rows: pa.Table) -> None:
         """Begin to score rows. Any thread may call it."""
+        there = rows.column_names
+        names = [name for name in self._names if name in there or name not in PASSED_IF_NAMED]
         # the node's own ``reads`` leave out an argument
-        if not {*self._names} <= {*rows.column_names}:
+        if not {*names} <= {*there}:
             return
         for at, row_id in enumerate(rows[ROW_ID].to_pylist()):
-            row = rows.select(self._names).slice(at, 1)
+            row = rows.select(names).slice(at, 1)
             self._begun[row_id] = row
             self._scoring.add(row_id, partial(_arguments_of, row))
 
@@ -115,26 +116,24 @@ def begin_scores(scorer: Scorer, *, columns: tuple[str, ...] = ()) -> EarlyScore
 
 
 def _argument_names(scorer: Scorer, columns: tuple[str, ...]) -> list[str]:
-    """Return the names of the function's arguments, ``prompt_text`` included where it has an
-    argument of that name.
+    """Return the names of the function's arguments, those columns included that it gets where it
+    has an argument for them.
     """
-    names = argument_names(columns)
-    if scorer.reads_prompt_text and PROMPT_TEXT not in names:
-        names.append(PROMPT_TEXT)
-    return names
+    return argument_names([*columns, *scorer.named_columns])
 
 
 @columns(
     reads=[PROMPT, RESPONSE, ANSWER],
     optional=EPISODE_COLUMNS,
-    if_written=[PROMPT_TEXT],
+    if_written=PASSED_IF_NAMED,
     writes=fields(REWARD, REWARD_PARTS),
     by_row=begin_scores,
     depends_on_options=reads_option("columns"),
 )
 def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa.Table:
     """Add the scorer's reward of each row; its function also gets ``columns``, by name, and where
-    it has an argument ``prompt_text`` the prompt as the model saw it.
+    it has an argument ``prompt_text`` the prompt as the model saw it, ``plain_response`` the
+    response without any special token where that is another text, ``turns`` those of an episode.
 
     A row whose function fails gets a null reward and is left out of the loss, unless more rows of
     the step fail than ``rewards.max_failures`` allows: that stops the run with RewardError. A

@@ -34,6 +34,7 @@ from siirl_dask.schema import (
     FINISH_REASON,
     GROUP_ID,
     IMAGES,
+    PLAIN_RESPONSE,
     PROMPT_IDS,
     RESPONSE,
     RESPONSE_IDS,
@@ -51,11 +52,18 @@ from siirl_dask.tables import rows_at
 
 SAMPLED = (
     fields(SAMPLE_NUMBER, SAMPLING_SEED)
-    | fields(RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS)
+    | fields(RESPONSE_IDS, RESPONSE, PLAIN_RESPONSE, ROLLOUT_LOGPROBS)
     | fields(FINISH_REASON, WEIGHTS_VERSION, WORKER)
 )
 """The columns that ``make_requests`` and ``add_samples`` add."""
-EARLY_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON)
+EARLY_COLUMNS = (
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    RESPONSE,
+    PLAIN_RESPONSE,
+    ROLLOUT_LOGPROBS,
+    FINISH_REASON,
+)
 """The columns that the next node may get row by row, as soon as a response has ended, while
 others are sampled."""
 
@@ -319,6 +327,7 @@ def _with_samples(
     columns: dict[str, Sequence[object]] = {
         RESPONSE_IDS: [sample.token_ids for sample in samples],
         RESPONSE: texts,
+        PLAIN_RESPONSE: [tokenizer.plain_text(sample.token_ids) for sample in samples],
         ROLLOUT_LOGPROBS: [sample.logprobs for sample in samples],
         FINISH_REASON: [str(sample.finish_reason) for sample in samples],
         WEIGHTS_VERSION: versions,

@@ -9,6 +9,7 @@ from siirl_dask.rewards.math_answers import dapo_math, gsm8k, math_answer
 from siirl_dask.rewards.reasoning_answers import reasoning_gym
 from siirl_dask.rewards.scorer import RewardFn, Score, Scorer, Scoring, build_scorer, score_of
 from siirl_dask.rewards.several_rewards import by_source, weighted_sum
+from siirl_dask.rewards.signatures import PASSED_IF_NAMED
 from siirl_dask.rewards.text_answers import (
     brevity,
     exact_match,
@@ -19,6 +20,7 @@ from siirl_dask.rewards.trl_functions import from_trl
 from siirl_dask.rewards.verl_functions import from_verl
 
 __all__ = [
+    "PASSED_IF_NAMED",
     "RewardFn",
     "Score",
     "Scorer",

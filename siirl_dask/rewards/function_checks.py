@@ -114,7 +114,7 @@ def _columns(parameters: Mapping[str, Parameter], subject: str) -> frozenset[str
             f"reward(prompt=, response=, answer=, **columns), and takes ({taken})"
         )
     required = {key for key, one in by_name.items() if one.default is Parameter.empty}
-    return frozenset(required - {*_ALWAYS_PASSED, "prompt_text"})
+    return frozenset(required - {*_ALWAYS_PASSED, "prompt_text", "plain_response"})
 
 
 def is_async(reward: Callable[..., Any]) -> bool:

@@ -19,7 +19,7 @@ from siirl_dask.rewards.event_loop import LoopCalls
 from siirl_dask.rewards.function_checks import is_async, needed_columns
 from siirl_dask.rewards.numbers import number_of
 from siirl_dask.rewards.process_pool import Pool, PoolCalls, Row, call_reward
-from siirl_dask.rewards.signatures import reads_prompt_text
+from siirl_dask.rewards.signatures import named_columns
 from siirl_dask.wording import function_label, value_text
 
 RewardFn = Callable[..., Any]
@@ -67,9 +67,9 @@ class Scorer(HoldsNoGroups):
             self._pool = Pool(reward, config.processes)
 
     @property
-    def reads_prompt_text(self) -> bool:
-        """Whether the function has an argument ``prompt_text``, the prompt as the model saw it."""
-        return reads_prompt_text(self._reward)
+    def named_columns(self) -> tuple[str, ...]:
+        """Columns of a rollout, such as ``prompt_text``, that the function has an argument for."""
+        return named_columns(self._reward)
 
     @property
     def name(self) -> str:

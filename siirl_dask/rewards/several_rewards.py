@@ -11,7 +11,7 @@ from typing import Any
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.rewards.numbers import number_of
-from siirl_dask.rewards.signatures import reads_prompt_text, signature_of
+from siirl_dask.rewards.signatures import named_columns, signature_of
 from siirl_dask.wording import value_text
 
 
@@ -23,12 +23,15 @@ def weighted_sum(
     rewards: Mapping[str, Callable[..., Any]],
     weights: Mapping[str, float],
     prompt_text: str | None = None,
+    plain_response: str | None = None,
+    turns: Sequence[Any] | None = None,
     **extra: object,
 ) -> dict[str, float] | Awaitable[dict[str, float]]:
     """Return several rewards by name, and as ``reward`` the sum of each times its weight; awaitable
     where one of them is async.
 
-    Those that have an argument ``prompt_text`` get it, and each gets what it takes of ``extra``.
+    Those that have an argument ``prompt_text``, ``plain_response`` or ``turns`` get it, and each
+    gets what it takes of ``extra``.
 
     The ``reward`` of a function that returns a dict counts in the sum; its other entries are named
     ``NAME/PART``. ValueError when rewards and weights have different names, or a reward is called
@@ -40,7 +43,8 @@ def weighted_sum(
             "'reward'"
         )
     arguments = {"prompt": prompt, "response": response, "answer": answer, **extra}
-    results = [_call(reward, arguments, prompt_text) for reward in rewards.values()]
+    named = {"prompt_text": prompt_text, "plain_response": plain_response, "turns": turns}
+    results = [_call(reward, arguments, named) for reward in rewards.values()]
     if any(inspect.isawaitable(result) for result in results):
         return _awaited(weights, results)
     return _total(weights, dict(zip(rewards, results, strict=True)))
@@ -54,6 +58,8 @@ def by_source(
     *,
     rewards: Mapping[str, Callable[..., Any]],
     prompt_text: str | None = None,
+    plain_response: str | None = None,
+    turns: Sequence[Any] | None = None,
     **extra: object,
 ) -> Any:
     """Return what the reward of the row's ``data_source`` gives, as verl and siiRL choose one;
@@ -65,14 +71,21 @@ def by_source(
     if reward is None:
         raise ValueError(f"data_source={data_source!r}: expected one of {', '.join(rewards)}")
     arguments = {"prompt": prompt, "response": response, "answer": answer, **extra}
-    return _call(reward, arguments, prompt_text)
+    named = {"prompt_text": prompt_text, "plain_response": plain_response, "turns": turns}
+    return _call(reward, arguments, named)
 
 
-def _call(reward: Callable[..., Any], arguments: Mapping[str, Any], prompt_text: str | None) -> Any:
-    """Call a reward with those of ``arguments`` that it takes: others are for other rewards."""
-    taken = signature_of(reward).taken(arguments)
-    if prompt_text is not None and reads_prompt_text(reward):
-        taken["prompt_text"] = prompt_text
+def _call(
+    reward: Callable[..., Any], arguments: Mapping[str, Any], named: Mapping[str, Any]
+) -> Any:
+    """Call a reward with those of ``arguments`` that it takes: others are for other rewards. Of
+    the columns in ``named`` it gets those that it has an argument for.
+    """
+    signature = signature_of(reward)
+    taken = signature.taken(arguments)
+    for name in named_columns(reward):
+        if named[name] is not None or name in signature.required:
+            taken[name] = named[name]
     return reward(**taken)
 
 

@@ -39,11 +39,15 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     )
 
 
-def reads_prompt_text(reward: Callable[..., Any]) -> bool:
-    """Return whether a reward function names an argument ``prompt_text``, the prompt as the
-    model saw it.
-    """
+PASSED_IF_NAMED = ("prompt_text", "plain_response", "turns")
+"""Columns of a rollout that a reward function gets where it has an argument of that name, and the
+rollout has the column, without a word of the node that scores."""
+
+
+def named_columns(reward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return those of ``PASSED_IF_NAMED`` that a reward function has an argument for."""
     try:
-        return "prompt_text" in inspect.signature(reward).parameters
+        parameters = inspect.signature(reward).parameters
     except (TypeError, ValueError):  # a callable that does not say what it takes
-        return False
+        return ()
+    return tuple(name for name in PASSED_IF_NAMED if name in parameters)

@@ -33,6 +33,7 @@ def from_trl(
     functions: Sequence[TrlRewardFn],
     weights: Sequence[float] | None = None,
     answer_name: str = "answer",
+    plain_response: str | None = None,
     **columns: Any,
 ) -> dict[str, float] | Awaitable[dict[str, float]]:
     """Return the weighted sum of what TRL's reward functions give one row as ``reward``, and what
@@ -40,7 +41,8 @@ def from_trl(
 
     Each is called with lists of one item: ``prompts``, ``completions``, the answer as
     ``answer_name``, and the columns. Where the prompt is a list of messages, the completion is one
-    as well. A function that gives None is left out of the row's sum, as in TRL.
+    as well. Its text is ``plain_response``, the response without any special token, as in TRL; None
+    where that is ``response``. A function that gives None is left out of the row's sum, as in TRL.
 
     ValueError where all of them give None: TRL leaves the row out of its loss, and so does
     ``rewards.max_failures``. ValueError as well for another number of rewards than rows, or of
@@ -48,8 +50,11 @@ def from_trl(
     """
     if weights is not None and len(weights) != len(functions):
         raise ValueError(f"{len(weights)} weights for {len(functions)} functions")
-    is_chat = isinstance(prompt, list)
-    completion = [{"role": "assistant", "content": response}] if is_chat else response
+    if plain_response is not None:
+        response = plain_response
+    completion: str | list[dict[str, str]] = response
+    if isinstance(prompt, list):
+        completion = [{"role": "assistant", "content": response}]
     arguments = {
         "prompts": [prompt],
         "completions": [completion],

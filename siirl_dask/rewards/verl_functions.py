@@ -10,7 +10,7 @@ nodes:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from siirl_dask.errors import ConfigError
@@ -33,18 +33,34 @@ def from_verl(
     *,
     function: VerlRewardFn,
     arguments: Mapping[str, Any] | None = None,
+    plain_response: str | None = None,
+    turns: Sequence[Mapping[str, Any]] | None = None,
     **columns: Any,
 ) -> Any:
     """Return what verl's reward function gives one row, with ``score`` as ``reward``; awaitable
     where it is async.
 
     It is called with the response as ``solution_str``, the answer as ``ground_truth``, the columns
-    ``data_source`` and ``extra_info``, and ``arguments``, verl's ``reward_kwargs``. Numbers of a
-    dict stay under their names; what is no number, as an extracted answer, is left out.
-    ValueError for a dict without ``score``.
+    ``data_source`` and ``extra_info``, and ``arguments``, verl's ``reward_kwargs``. As in verl the
+    response is ``plain_response``, without any special token, and ``extra_info`` has two entries
+    more: ``num_turns``, the prompt, the policy's ``turns`` and the answers between them (2 without
+    ``turns``), and ``rollout_reward_scores``, empty. Numbers of a dict stay under their names; what
+    is no number, as an extracted answer, is left out. ValueError for a dict without ``score``.
     """
-    row = {name: columns.get(name) for name in _COLUMNS}
-    row |= {"solution_str": response, "ground_truth": answer}
+    if plain_response is not None:
+        response = plain_response
+    extra_info = columns.get("extra_info")
+    if extra_info is None:
+        extra_info = {}
+    if isinstance(extra_info, Mapping):
+        added = {"num_turns": _number_of_turns(turns), "rollout_reward_scores": {}}
+        extra_info = {**extra_info, **added}
+    row = {
+        "data_source": columns.get("data_source"),
+        "solution_str": response,
+        "ground_truth": answer,
+        "extra_info": extra_info,
+    }
     given = signature_of(function).taken(row)
     if arguments is not None:
         given |= arguments
@@ -52,6 +68,15 @@ def from_verl(
     if inspect.isawaitable(result):
         return _awaited(result)
     return _numbers(result)
+
+
+def _number_of_turns(turns: Sequence[Mapping[str, Any]] | None) -> int:
+    """Return the messages of an episode as verl counts them: the prompt, each turn of the policy's,
+    and what answers each but the last.
+    """
+    if turns is None:
+        return 2
+    return 2 * len(turns)
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:

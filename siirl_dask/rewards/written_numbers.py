@@ -60,13 +60,17 @@ def read_number(text: str) -> Decimal | None:
 
 
 def marked_number(text: str) -> Decimal | None:
-    """Return the number behind a text's last ``####`` that has digits behind it. None without
-    one, or where they are part of something else.
+    """Return the number behind a text's last ``####`` that has digits behind it, without its
+    commas. None without one, or where they are part of something else.
+
+    GSM8K's own scoring leaves out every comma, in whatever groups: 1,00,000 is 100000. One number
+    is marked, so that a comma never stands between two.
     """
     marked = [*_MARKED.finditer(text)]
     if not marked:
         return None
-    return _number_of(marked[-1].span("expression"), text)
+    begin, end = marked[-1].span("expression")
+    return _number_of((begin, end), text, text[begin:end].replace(",", ""))
 
 
 def has_marked_digits(text: str) -> bool:
@@ -91,9 +95,14 @@ def numbers_around(part: str, text: str) -> list[Decimal | None]:
     return [_number_of(found.span(), text) for found in expressions]
 
 
-def _number_of(span: tuple[int, int], text: str) -> Decimal | None:
+def _number_of(span: tuple[int, int], text: str, expression: str | None = None) -> Decimal | None:
+    """Return the number that an expression at ``span`` of a text is, None where it is none;
+    ``expression`` is what stands there in another form.
+    """
     begin, end = span
     behind = text[end : end + 1]
     if behind.isnumeric() or behind in {"⁺", "⁻"}:  # 5², 2½, 10⁻¹
         return None
-    return read_number(text[begin:end])
+    if expression is None:
+        expression = text[begin:end]
+    return read_number(expression)

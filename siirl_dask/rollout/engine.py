@@ -135,9 +135,11 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
-        """Return the text of token ids, with or without the tokens that end a text or fill a
-        row.
-        """
+        """Return the text of token ids, with or without those that end a text or fill a row."""
+        ...
+
+    def plain_text(self, token_ids: Sequence[int]) -> str | None:
+        """Return the text without any special token; None where ``decode`` gives the same."""
         ...
 
 

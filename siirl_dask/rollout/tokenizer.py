@@ -54,6 +54,8 @@ class HuggingFaceTokenizer:
         self.end_tokens = end_tokens(generation, tokenizer.eos_token_id, path)
         """Tokens that end a response: the generation config's and the tokenizer's."""
         self._left_out: frozenset[int] | None = None
+        self._treated_otherwise: frozenset[int] | None = None
+        """Tokens that ``decode`` leaves out and ``plain_text`` does not, or the other way round."""
         self._turns: ChatTurns | None = None
         self._forms = MessageForms(tokenizer, path, self._template)
         self._check_template()
@@ -327,13 +329,40 @@ class HuggingFaceTokenizer:
         """
         shown = list(token_ids)
         if skip_special:
-            if self._left_out is None:
-                self._left_out = self._ends()
-            shown = [token for token in shown if token not in self._left_out]
+            left_out = self._ids_left_out()
+            shown = [token for token in shown if token not in left_out]
         text = self._tokenizer.decode(
             shown, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+    def plain_text(self, token_ids: Sequence[int]) -> str | None:
+        """Return the text of token ids as transformers writes it with ``skip_special_tokens=True``,
+        which is what rewards of verl and TRL read: without any special token, and with spaces
+        before punctuation taken out where the tokenizer does so. None where ``decode`` with
+        ``skip_special`` gives the same.
+        """
+        if self._treated_otherwise is None:
+            self._treated_otherwise = self._special_ids() ^ self._ids_left_out()
+        cleans_up = self._tokenizer.clean_up_tokenization_spaces
+        if not cleans_up and self._treated_otherwise.isdisjoint(token_ids):
+            return None
+        plain = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        if plain == self.decode(token_ids, skip_special=True):
+            return None
+        return plain
+
+    def _special_ids(self) -> frozenset[int]:
+        """Return the special tokens, those included that have no name, such as a mask's."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset(self._tokenizer.all_special_ids) | {
+            token for token, rule in added if rule.special
+        }
+
+    def _ids_left_out(self) -> frozenset[int]:
+        if self._left_out is None:
+            self._left_out = self._ends()
+        return self._left_out
 
     def _ends(self) -> frozenset[int]:
         """Return the end tokens, that of padding, and the special token that the chat template

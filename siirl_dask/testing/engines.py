@@ -393,6 +393,7 @@ class EngineTests(WeightStreamTests, InFlightTests):
     ) -> None:
         tokens = [*engine.tokenizer.encode("ab"), model.generation_config.eos_token_id]
         assert engine.tokenizer.decode(tokens, skip_special=True) == "ab"
+        assert engine.tokenizer.plain_text(tokens) is None, "the same"
         assert engine.tokenizer.decode(tokens, skip_special=False) != "ab"
 
     def test_messages_go_through_the_chat_template(self, engine: RolloutEngine) -> None:

@@ -112,6 +112,18 @@ GRPOTrainer(model="m", reward_funcs={rewards}, args=GRPOConfig(num_generations=4
 """
 
 
+def test_a_reward_that_reads_the_ids_of_completions_gets_them(tmp_path):
+    """It had none where the argument has a default, and was refused where it has none."""
+    (tmp_path / "mine.py").write_text(
+        "def short(completions, completion_ids=None, **kwargs):\n    return [1.0]\n"
+    )
+    path = tmp_path / "x.py"
+    path.write_text(IMPORTED.format(imports="from mine import short", rewards="short"))
+    done = written(tmp_path, path)[1]
+    assert "columns: [response_ids]" in done.text
+    assert "answer: prompt  # " in done.text
+
+
 @pytest.mark.parametrize(
     ("imports", "rewards"),
     [("from mine import right", "right"), ("import mine", "[mine.right]")],

@@ -35,6 +35,10 @@ class Letters:
         def decode(token_ids, *, skip_special):
             return "".join(map(chr, token_ids))
 
+        @staticmethod
+        def plain_text(token_ids):
+            return None
+
     def serve(self, queue):
         while taken := queue.next(2, wait=True):
             for ticket, asked in taken:

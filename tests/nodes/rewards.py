@@ -16,6 +16,14 @@ def parts(prompt, response, answer):
     return {"reward": 0.5, "format": 1.0} if response else {"reward": 0.25, "empty": 1}
 
 
+def says_42(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str == "42")
+
+
+def counts_turns(data_source, solution_str, ground_truth, extra_info):
+    return extra_info["num_turns"]
+
+
 def with_extra(prompt, response, answer, *, level, **extra):
     assert not extra
     return level

@@ -239,6 +239,9 @@ class Recorder:
     def decode(self, token_ids, *, skip_special):
         return ""
 
+    def plain_text(self, token_ids):
+        return None
+
     def serve(self, queue):
         while taken := queue.next(9, wait=True):
             for ticket, asked in taken:

@@ -40,6 +40,10 @@ class Seeing:
         def decode(token_ids, *, skip_special):
             return str(token_ids)
 
+        @staticmethod
+        def plain_text(token_ids):
+            return None
+
     def serve(self, queue):
         while taken := queue.next(9, wait=True):
             for ticket, asked in taken:

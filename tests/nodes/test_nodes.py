@@ -33,6 +33,9 @@ class Words:
     def decode(self, token_ids, *, skip_special):
         return " ".join(map(str, token_ids))
 
+    def plain_text(self, token_ids):
+        return None
+
 
 @dataclass
 class Echo:
@@ -154,6 +157,25 @@ def test_another_step_draws_other_samples():
         generate(context(Echo(), step=step), table, rollout=RolloutConfig(n=1)) for step in (1, 2)
     )
     assert one["response_ids"] != two["response_ids"]
+
+
+class Tagged(Words):
+    """A tokenizer that has another text without special tokens, but for odd first tokens."""
+
+    def plain_text(self, token_ids):
+        if token_ids[0] % 2:
+            return None
+        return f"plain {token_ids[0]}"
+
+
+def test_a_response_has_its_text_without_special_tokens_where_that_is_another():
+    engine = Echo(tokenizer=Tagged())
+    table = rows(prompt_ids=[[1], [2], [3]])
+    made = generate(context(engine), table, rollout=RolloutConfig(n=2)).to_pylist()
+    assert len({row["plain_response"] is None for row in made}) == 2
+    for row in made:
+        assert row["plain_response"] == Tagged().plain_text(row["response_ids"])
+        assert row["response"] == Words().decode(row["response_ids"], skip_special=True)
 
 
 def test_an_empty_partition_generates_an_empty_typed_table():

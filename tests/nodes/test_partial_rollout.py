@@ -36,6 +36,10 @@ class Counting:
         def decode(token_ids, *, skip_special):
             return " ".join(map(str, token_ids))
 
+        @staticmethod
+        def plain_text(token_ids):
+            return None
+
     def serve(self, queue):
         while taken := queue.next(3, wait=True):
             for ticket, asked in taken:

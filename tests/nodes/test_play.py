@@ -60,6 +60,10 @@ class Drawing:
         def decode(token_ids, *, skip_special):
             return "".join(chr(token) for token in token_ids if token != END)
 
+        @staticmethod
+        def plain_text(token_ids):
+            return None
+
     def serve(self, queue):
         while taken := queue.next(self.rows, wait=True):
             for ticket, asked in taken:
@@ -120,6 +124,19 @@ def scripted(reset, *steps):
         return SimpleNamespace(reset=lambda row, seed: reset, step=lambda action: next(left))
 
     return make
+
+
+class Tagged(Drawing):
+    class tokenizer(Drawing.tokenizer):
+        @staticmethod
+        def plain_text(token_ids):
+            return f"plain {len(token_ids)}"
+
+
+def test_a_row_has_its_text_without_special_tokens_those_of_the_environment_included():
+    rows, _, _ = played(Echo, table(["3", "1"]), n=2, engine=Tagged())
+    plain = [f"plain {len(row)}" for row in rows["response_ids"].to_pylist()]
+    assert rows["plain_response"].to_pylist() == plain
 
 
 def test_rows_hold_the_turns_as_the_engine_saw_them():

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,15 +18,18 @@ from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import ConfigError, RewardError
 from siirl_dask.nodes import score
-from siirl_dask.rewards import build_scorer
+from siirl_dask.rewards import build_scorer, from_verl
+from siirl_dask.schema import TYPES
 from siirl_dask.testing.local_pool import ThreadPeers
 from tests.nodes.rewards import (
     capricious,
+    counts_turns,
     fails_and_counts,
     fails_and_counts_async,
     length,
     length_of_prompt_text,
     parts,
+    says_42,
     slow_and_async,
     tells_its_process,
     with_extra,
@@ -94,6 +98,23 @@ def test_a_function_that_names_the_prompts_text_gets_it_where_there_is_one(score
     assert output["reward"].to_pylist() == [4, 4]
     output, _ = scored(length, seen, **where)
     assert output["reward"].to_pylist() == [1, 1]
+
+
+@pytest.mark.parametrize("where", [IN_PROCESS, POOL], ids=["worker", "pool"])
+def test_a_function_of_another_package_gets_the_response_without_special_tokens(scored, where):
+    plain = pa.array(["42", None], pa.string())
+    seen = table(["42<|im_end|>", "42 "], plain_response=plain)
+    output, _ = scored(partial(from_verl, function=says_42), seen, **where)
+    assert output["reward"].to_pylist() == [1, 0]
+    output, _ = scored(length, seen, **where)
+    assert output["reward"].to_pylist() == [12, 3]
+
+
+def test_a_function_of_verls_gets_the_number_of_turns_of_an_episode(scored):
+    turns = [[{"start": 0, "stop": 1, "reward": 0.0, "state": 0}] * count for count in (1, 3)]
+    seen = table(["x", "y"], turns=pa.array(turns, TYPES["turns"]))
+    output, _ = scored(partial(from_verl, function=counts_turns), seen)
+    assert output["reward"].to_pylist() == [2, 6]
 
 
 def test_the_function_gets_extra_columns_by_name(scored):

@@ -38,6 +38,9 @@ class Words:
     def decode(self, token_ids, *, skip_special):
         return " ".join(map(str, token_ids))
 
+    def plain_text(self, token_ids):
+        return None
+
 
 @dataclass
 class Router:

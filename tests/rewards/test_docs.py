@@ -11,6 +11,7 @@ import yaml
 import siirl_dask.rewards as rewards
 from siirl_dask.config import RewardsConfig
 from siirl_dask.planner import dag_from_spec
+from siirl_dask.rewards import PASSED_IF_NAMED
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 NO_REWARDS = {"build_scorer", "score_of"}
@@ -30,7 +31,9 @@ def test_every_option_has_the_default_that_is_shown():
         parameters = inspect.signature(getattr(rewards, name)).parameters.values()
         options = yaml.safe_load("{" + text + "}")
         # scorers give it
-        known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "prompt_text"]
+        known = [
+            p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in PASSED_IF_NAMED
+        ]
         assert list(options) == known, name
         for option, value in options.items():
             default = inspect.signature(getattr(rewards, name)).parameters[option].default

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from functools import partial
 
 import pytest
@@ -62,6 +63,19 @@ def test_rewards_are_summed_by_their_weights_and_shown_one_by_one():
 
 def test_a_prompt_of_messages_has_a_completion_of_messages():
     assert given([chatted], prompt=CHAT, response="3")["reward"] == 1.0
+
+
+@pytest.mark.parametrize("prompt", ["2 + 1?", CHAT], ids=["text", "chat"])
+def test_a_completion_has_no_special_token_as_trl_decodes_it(prompt):
+    def ended(prompts, completions, **kwargs):
+        (completion,) = completions
+        text = completion if isinstance(completion, str) else completion[0]["content"]
+        return [float(re.search(r"</answer>$", text) is not None)]
+
+    row = {"prompt": prompt, "response": "<answer>3</answer><|end|>"}
+    plain = given([ended], **row, plain_response="<answer>3</answer>")
+    assert plain == {"reward": 1.0, "ended": 1.0}
+    assert given([ended], **row, plain_response=None)["reward"] == 0.0
 
 
 def test_none_is_left_out_of_the_sum_and_nothing_is_made_up_where_all_are_none():

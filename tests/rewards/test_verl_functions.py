@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Device
 from siirl_dask.errors import ConfigError
-from siirl_dask.rewards import Scorer, from_verl
+from siirl_dask.rewards import Scorer, by_source, from_verl, weighted_sum
 from siirl_dask.rewards.scorer import check_scorer
 
 ROW = {"prompt": "p", "response": "so 3", "answer": "3"}
@@ -18,7 +19,7 @@ ROW = {"prompt": "p", "response": "so 3", "answer": "3"}
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     right = float(ground_truth in solution_str and data_source == "mine")
-    return right + (0 if extra_info is None else extra_info["bonus"])
+    return right + extra_info.get("bonus", 0)
 
 
 def whole(data_source, solution_str, ground_truth, extra_info, scale=1.0):
@@ -42,6 +43,56 @@ def test_a_row_is_given_as_verl_gives_it():
     assert from_verl(**ROW, function=compute_score, data_source="other") == 0.0
     more = {"data_source": "mine", "extra_info": {"bonus": 2}}
     assert from_verl(**ROW, function=compute_score, **more) == 3.0
+
+
+def ends_with_three(data_source, solution_str, ground_truth, extra_info):
+    return float(re.search(r"#### 3$", solution_str) is not None)
+
+
+@pytest.mark.parametrize(
+    ("response", "plain", "reward"),
+    [("#### 3<|im_end|>", "#### 3", 1.0), ("#### 3", None, 1.0), ("#### 3 ", None, 0.0)],
+)
+def test_the_solution_has_no_special_token_as_verl_decodes_it(response, plain, reward):
+    row = {"prompt": "p", "response": response, "answer": "3", "plain_response": plain}
+    assert from_verl(**row, function=ends_with_three) == reward
+    both = {"right": partial(from_verl, function=ends_with_three)}
+    assert weighted_sum(**row, rewards=both, weights={"right": 2.0})["reward"] == 2 * reward
+    assert by_source(**row, data_source="right", rewards=both) == reward
+
+
+def reads_plain_text(prompt, response, answer, plain_response):
+    return float(plain_response is None)
+
+
+def test_a_function_of_ones_own_reads_the_plain_text_alone_and_in_a_sum():
+    rewards = {"plain": reads_plain_text}
+    for plain, reward in (("#### 3", 0.0), (None, 1.0)):
+        row = {**ROW, "plain_response": plain}
+        found = weighted_sum(**row, rewards=rewards, weights={"plain": 1.0})
+        assert found["reward"] == by_source(**row, data_source="plain", rewards=rewards) == reward
+    scorer = Scorer(reads_plain_text, RewardsConfig(), Device("cpu"))
+    assert scorer.named_columns == ("plain_response",)
+    options = {"reward": reads_plain_text, "rewards": RewardsConfig()}
+    assert check_scorer(options, ["0"], None).columns == frozenset()
+
+
+def of_retool(data_source, solution_str, ground_truth, extra_info):
+    assert extra_info["rollout_reward_scores"] == {}
+    return {"score": 1.0, "num_turns": extra_info["num_turns"], **extra_info.get("own", {})}
+
+
+@pytest.mark.parametrize(
+    ("turns", "counted"), [(None, 2), ([{"start": 0}], 2), ([{"start": 0}, {"start": 9}], 4)]
+)
+def test_the_extra_info_is_a_dict_that_has_what_verl_adds(turns, counted):
+    for extra_info in (None, {}, {"own": {"level": 3}}):
+        columns = {} if extra_info is None else {"extra_info": extra_info}
+        before = repr(columns)
+        found = from_verl(**ROW, function=of_retool, turns=turns, **columns)
+        assert found["num_turns"] == counted
+        assert found.get("level") == (3 if extra_info else None)
+        assert repr(columns) == before
 
 
 def test_the_score_of_a_dict_is_the_reward_and_its_other_numbers_stay():

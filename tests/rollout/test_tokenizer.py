@@ -5,6 +5,8 @@ an answer begun.
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -247,3 +249,40 @@ def test_a_tokenizer_or_end_tokens_that_cannot_be_read_are_refused(
     (tmp_path / "model.safetensors").unlink()
     if change is without_tokenizer:
         assert tokenizer_here(digits_config) is None
+
+
+TAGS = ["<think>", "</think>", "<|user|>", "<|stop|>", "<|assistant|>"]
+
+
+@given(parts=st.lists(st.sampled_from([*TAGS, "4", " two", "\n", "end"]), max_size=8))
+def test_the_plain_text_is_what_transformers_writes_without_special_tokens(parts):
+    """Rewards of verl and TRL get that text, and an anchored pattern of theirs finds its end."""
+    plain = tiny_tokenizer(chat_template=CHAT)
+    plain.add_special_tokens({"additional_special_tokens": TAGS})
+    tokenizer = wrapped(plain)
+    ids: list[int] = []
+    for part in parts:
+        if part == "end":
+            ids.append(plain.eos_token_id)
+        else:
+            ids += tokenizer.encode_more(part)
+    expected = plain.decode(ids, skip_special_tokens=True)
+    shown = tokenizer.decode(ids, skip_special=True)
+    found = tokenizer.plain_text(ids)
+    assert found != shown
+    assert (shown if found is None else found) == expected
+
+
+def test_the_plain_text_keeps_an_end_token_that_is_not_special_and_cleans_up_where_asked():
+    plain = tiny_tokenizer()
+    plain.add_tokens(["<|eom|>"])
+    eom = plain.convert_tokens_to_ids("<|eom|>")
+    tokenizer = wrapped(plain, generation=GenerationConfig(eos_token_id=[eom]))
+    ids = [*tokenizer.encode("4"), eom]
+    assert tokenizer.decode(ids, skip_special=True) == "4"
+    assert tokenizer.plain_text(ids) == plain.decode(ids, skip_special_tokens=True) == "4<|eom|>"
+    plain.clean_up_tokenization_spaces = True
+    plain.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    spaced = tokenizer.encode("no . yes")
+    assert tokenizer.plain_text(spaced) == plain.decode(spaced, skip_special_tokens=True)
+    assert tokenizer.plain_text(spaced) == "no. yes"

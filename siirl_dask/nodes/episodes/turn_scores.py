@@ -15,6 +15,7 @@ from siirl_dask.planner import ContractChanges, columns
 from siirl_dask.rollout import RolloutEngine
 from siirl_dask.schema import (
     ANSWER,
+    PLAIN_RESPONSE,
     PROMPT,
     RESPONSE,
     RESPONSE_IDS,
@@ -112,18 +113,21 @@ def _turn_table(
     names = [
         name
         for name in [ROW_ID, *argument_names(columns)]
-        if name != RESPONSE and name not in _TURN_TYPES
+        if name not in (RESPONSE, PLAIN_RESPONSE) and name not in _TURN_TYPES
     ]
     rows = table.select(names).take(pa.array(row_of_turn, pa.int64()))
     response_ids = one_chunk(table[RESPONSE_IDS])
     texts: list[str] = []
+    plain_texts: list[str | None] = []
     numbers: list[int] = []
     first_turn: dict[int, int] = {}
     for index, (row, turn) in enumerate(zip(row_of_turn, turns, strict=True)):
         ids = response_ids[row].values[turn["start"] : turn["stop"]].to_pylist()
         texts.append(engine.tokenizer.decode(ids, skip_special=True))
+        plain_texts.append(engine.tokenizer.plain_text(ids))
         numbers.append(index - first_turn.setdefault(row, index))
     rewards = [turn["reward"] for turn in turns]
     rows = rows.append_column(RESPONSE, pa.array(texts, TYPES[RESPONSE]))
+    rows = rows.append_column(PLAIN_RESPONSE, pa.array(plain_texts, TYPES[PLAIN_RESPONSE]))
     rows = rows.append_column(TURN, pa.array(numbers, _TURN_TYPES[TURN]))
     return rows.append_column(TURN_REWARD, pa.array(rewards, _TURN_TYPES[TURN_REWARD]))

@@ -22,6 +22,7 @@ from siirl_dask.schema import (
     IDENTITY,
     KL_PENALTY,
     OLD_LOGPROBS,
+    PLAIN_RESPONSE,
     PROMPT_IDS,
     PROMPT_TEXT,
     REFERENCE_LOGPROBS,
@@ -262,7 +263,11 @@ def width_of(name: str, kind: DataType, sizes: TableSizes, longest_worker: int) 
     }
     if name in tokens:
         return Width(_OFFSET, int(kind.value_type.bit_width), tokens[name])
-    texts = {PROMPT_TEXT: sizes.prompt_tokens, RESPONSE: sizes.response_tokens}
+    texts = {
+        PROMPT_TEXT: sizes.prompt_tokens,
+        RESPONSE: sizes.response_tokens,
+        PLAIN_RESPONSE: sizes.response_tokens,
+    }
     if name in texts and sizes.token_bytes is not None:
         return Width(_OFFSET, 8 * sizes.token_bytes, texts[name])
     words = {FINISH_REASON: _FINISH_REASONS, WORKER: longest_worker}

@@ -12,6 +12,7 @@ from siirl_dask.commands.migrate.trl.loss_rules import set_trl_algorithm
 from siirl_dask.commands.migrate.trl.trainer_rules import set_trl_trainer
 from siirl_dask.config import ENGINES_LOGPROBS, MetricsBackend
 from siirl_dask.errors import counted
+from siirl_dask.schema import RESPONSE_IDS
 
 _OURS = "siirl_dask.algorithms"
 _ANSWERS = ("solution", "answer", "ground_truth", "answers", "target", "label")
@@ -151,7 +152,7 @@ def _set_data(draft: Draft) -> None:
             "data.url",
             f"{url}: `siirl-dask data import` makes a table of it (docs/data.md); give its folder",
         )
-    columns = [str(one) for one in draft.items("reward_columns")]
+    columns = [str(one) for one in draft.items("reward_columns") if one != RESPONSE_IDS]
     answer = "prompt"
     note = "no reward reads an answer"
     if columns:

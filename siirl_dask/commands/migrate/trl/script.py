@@ -15,6 +15,7 @@ from typing import Any
 from siirl_dask.commands.migrate.trl.script_names import ScriptNames, Unread, called, function_in
 from siirl_dask.commands.migrate.trl.trainers import POSITIONAL, find_trainer
 from siirl_dask.errors import ConfigError
+from siirl_dask.schema import RESPONSE_IDS
 
 _FILES = ("json", "csv", "parquet", "arrow")
 _PASSED = (
@@ -337,6 +338,8 @@ class _Reader:
                     args=[ast.Constant(value=str(key)), *_],
                 ) if owner == keywords:
                     names.append(key)
+        if "completion_ids" in names:
+            names.append(RESPONSE_IDS)
         new = [one for one in names if one not in (*_PASSED, *self._found.columns)]
         self._found.columns += dict.fromkeys(new)
 
