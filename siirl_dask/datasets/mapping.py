@@ -199,7 +199,7 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _changes_values(one: pa.DataType, other: pa.DataType) -> bool:
-    """Return whether values would be others in Arrow's common type: 5 would be 5.0, and 'a' b'a'."""
+    """Return whether Arrow's common type changes values: 5 would be 5.0, and 'a' b'a'."""
     types = pa.types
     if types.is_struct(one) and types.is_struct(other):
         names = {field.name for field in one} & {field.name for field in other}

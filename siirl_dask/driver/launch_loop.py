@@ -257,11 +257,13 @@ def _with_workers_dtype(job: Job, log: RunLog, client: Client) -> Job:
     )
 
 
-def _worker_groups(job: Job, progress: Progress, check: Callable[[], None]) -> WorkerGroups:
-    """Return what finds the workers of each launch; ``check`` may raise while it waits for them."""
+def _worker_groups(job: Job, progress: Progress, check_stop: Callable[[], None]) -> WorkerGroups:
+    """Return what finds the workers of each launch. ``check_stop`` is called while it waits for
+    them, and may raise.
+    """
     config = job.config
     if not config.cluster.elastic:
-        return FixedWorkers(config, progress, check)
+        return FixedWorkers(config, progress, check_stop)
 
     def plan(group: WorkerGroup) -> Phases:
         phases = plan_run(
@@ -275,4 +277,4 @@ def _worker_groups(job: Job, progress: Progress, check: Callable[[], None]) -> W
         check(group.config, phases)
         return phases
 
-    return ElasticWorkers(config, plan, job.checked.reads, progress, check)
+    return ElasticWorkers(config, plan, job.checked.reads, progress, check_stop)

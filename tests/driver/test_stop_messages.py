@@ -1,4 +1,4 @@
-"""A run is ended from another process by a message, and who sends it to another cluster is told so."""
+"""A message from another process ends a run; one that is sent to another cluster is refused."""
 
 import re
 from uuid import uuid4

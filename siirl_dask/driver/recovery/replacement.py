@@ -104,8 +104,8 @@ def await_free_workers(
             raise RunError(
                 f"{len(free)} of {cluster.workers} workers were free within "
                 f"cluster.start_timeout={cluster.start_timeout:g} s: {used} of the cluster, and a "
-                "worker is of one run at a time; start more workers, lower cluster.workers, or wait "
-                "until one of those runs has ended"
+                "worker is of one run at a time; start more workers, lower cluster.workers, or "
+                "wait until one of those runs has ended"
             )
         if not is_noted:
             progress.note(f"waiting for workers: {used} of the cluster")
