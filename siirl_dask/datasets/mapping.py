@@ -172,35 +172,59 @@ def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
             )
         for one in other:
             here = schema.field(one.name)
-            try:
-                if _whole_and_not(here.type, one.type):
-                    raise pa.ArrowTypeError("whole numbers would become others")
-                both = pa.unify_schemas(
-                    [pa.schema([here]), pa.schema([one])], promote_options="permissive"
-                )
-            except pa.ArrowException as error:
+            kind = common_type(here.type, one.type)
+            if kind is None:
                 raise DataError(
                     f"column {one.name!r} is {_name_of(here.type)} in {first!r} and "
                     f"{_name_of(one.type)} in {name!r}: "
                     f"give it a type, as in --type {one.name}=string"
-                ) from error
-            schema = schema.set(schema.get_field_index(one.name), both.field(0))
+                )
+            schema = schema.set(schema.get_field_index(one.name), here.with_type(kind))
     return schema
 
 
-def _whole_and_not(one: pa.DataType, other: pa.DataType) -> bool:
-    """Return whether one type has whole numbers where the other has floats: 5 would become 5.0."""
+def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Return the type that holds the values of two: a struct with the keys of both, wider numbers
+    of a kind, any type instead of nulls, also within lists and structs.
+
+    None where there is none, and where whole numbers would become floats, or texts bytes.
+    """
+    if _changes_values(one, other):
+        return None
+    schemas = [pa.schema({"value": kind}) for kind in (one, other)]
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except pa.ArrowException:
+        return None
+
+
+def _changes_values(one: pa.DataType, other: pa.DataType) -> bool:
+    """Return whether Arrow's common type changes values: 5 would be 5.0, and 'a' b'a'."""
+    types = pa.types
+    if types.is_struct(one) and types.is_struct(other):
+        names = {field.name for field in one} & {field.name for field in other}
+        return any(_changes_values(one.field(name).type, other.field(name).type) for name in names)
     if one.num_fields and one.num_fields == other.num_fields:
         return any(
-            _whole_and_not(one.field(number).type, other.field(number).type)
+            _changes_values(one.field(number).type, other.field(number).type)
             for number in range(one.num_fields)
         )
+    kinds = {_kind_of_values(one), _kind_of_values(other)}
+    return kinds in ({"whole", "float"}, {"text", "bytes"})
+
+
+def _kind_of_values(kind: pa.DataType) -> str:
+    """Return "whole", "float", "text" or "bytes"; for any other type its name."""
     types = pa.types
-    if types.is_integer(one):
-        return bool(types.is_floating(other))
-    if types.is_floating(one):
-        return bool(types.is_integer(other))
-    return False
+    if types.is_integer(kind):
+        return "whole"
+    if types.is_floating(kind):
+        return "float"
+    if types.is_string(kind) or types.is_large_string(kind):
+        return "text"
+    if types.is_binary(kind) or types.is_large_binary(kind):
+        return "bytes"
+    return str(kind)
 
 
 def _no_column(column: str, known: Iterable[str], name: str) -> str:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from siirl_storage import Part, StorageError, stage
+from siirl_storage import Part, StorageError, join, open_fs, read_rows, stage
 
 from siirl_dask.datasets.casting import cast
-from siirl_dask.datasets.mapping import storable
+from siirl_dask.datasets.mapping import common_type, storable
 from siirl_dask.errors import DataError
 from siirl_dask.schema import decoded, is_index_column
 from siirl_dask.wording import exception_text
@@ -164,29 +164,92 @@ def chat_as_text(prompts: pa.ChunkedArray) -> str | None:
 
 
 def common_schema(partitions: Iterable[StagedPartition]) -> pa.Schema:
-    """Return the schema that all partitions with rows have; a column without a value in one of
-    them may be of any type in others.
+    """Return the schema that holds the rows of all partitions: see ``common_type``. Keys and items
+    without a value in any of them are texts.
 
-    DataError for a column that only some have, or of which they have several types.
+    The order of the partitions decides that of a struct's keys, whoever has written first.
+
+    DataError for a column that only some have, or of which no type holds all values.
     """
     fields: dict[str, pa.Field] = {}
     for number, partition in enumerate(partitions):
         if partition.part is None:
             continue
-        own = pa.ipc.read_schema(pa.py_buffer(partition.schema))
+        own = schema_of(partition)
         if fields and (different := sorted({*fields} ^ {*own.names})):
             raise DataError(
                 f"data: column {different[0]!r} is in some partitions only: give it to all rows, "
                 "with null where there is no value"
             )
         for field in own:
-            known = fields.get(field.name)
-            if known is None or pa.types.is_null(known.type):
-                fields[field.name] = field
-            elif field.type != known.type and not pa.types.is_null(field.type):
+            known = fields.setdefault(field.name, field)
+            kind = common_type(known.type, field.type)
+            if kind is None:
                 raise DataError(
                     f"data: column {field.name!r} is {known.type} in the partitions before, and "
                     f"{field.type} in partition {number}: give all rows values of one type, or "
                     "make Arrow tables with a schema of the partitions"
                 )
-    return pa.schema(list(fields.values()))
+            fields[field.name] = known.with_type(kind)
+    return pa.schema(
+        [field.with_type(_inner_nulls_as_text(field.type)) for field in fields.values()]
+    )
+
+
+def _inner_nulls_as_text(kind: pa.DataType) -> pa.DataType:
+    """Return a type with text for keys and items that have no value anywhere: Arrow cannot cast
+    nulls within lists, and so not read them from Parquet into a table's schema.
+    """
+    if pa.types.is_struct(kind):
+        return pa.struct([_inner_null_as_text(field) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(_inner_null_as_text(kind.value_field))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_inner_null_as_text(kind.value_field))
+    return kind
+
+
+def _inner_null_as_text(field: pa.Field) -> pa.Field:
+    if pa.types.is_null(field.type):
+        return field.with_type(pa.string())
+    return field.with_type(_inner_nulls_as_text(field.type))
+
+
+def schema_of(partition: StagedPartition) -> pa.Schema:
+    """Return the columns of a partition that could be made a table."""
+    return pa.ipc.read_schema(pa.py_buffer(partition.schema))
+
+
+def is_written_as(partition: StagedPartition, schema: pa.Schema) -> bool:
+    """Return whether a table with ``schema`` can have the part of a partition as it is: its types
+    are those, but for columns without a value.
+    """
+    if partition.part is None:
+        return True
+    for field in schema_of(partition):
+        is_null = pa.types.is_null(field.type)
+        if not is_null and field.type != schema.field(field.name).type:
+            return False
+    return True
+
+
+def stage_again(staged: StagedPartition, url: str, schema: pa.Schema) -> StagedPartition:
+    """Write the part of a partition once more, as another part of the table at ``url``, in the
+    types of ``schema``, which ``common_schema`` returned.
+    """
+    assert staged.part is not None
+    fs, path = open_fs(join(url, staged.part.path))
+    sizes = staged.part.groups
+    names = schema.names
+    groups = [read_rows(fs, path, number, names, sizes) for number in range(len(sizes))]
+    table = pa.concat_tables(groups)
+    columns = []
+    for field in schema:
+        try:
+            columns.append(table[field.name].cast(field.type))
+        except pa.ArrowException as error:  # a number beyond the range of the others
+            problem = f"column {field.name!r} cannot be {field.type}: {error}"
+            return replace(staged, part=None, problem=problem)
+    table = pa.table(columns, schema=schema)
+    part = stage(url, table, bytes_per_group=_ROW_GROUP_BYTES)
+    return StagedPartition(part, schema.serialize().to_pybytes())

@@ -20,6 +20,9 @@ from siirl_dask.runs.owner import Owner
 
 AFTER_STEP = "after step"
 AT_ONCE = "at once"
+_LISTENS = "a driver listens"
+_SUBSCRIPTION = 0.1  # seconds for a message to come back that was logged after a subscription
+_MOST_SUBSCRIPTIONS = 100
 
 
 class Cancelled(KeyboardInterrupt):
@@ -109,14 +112,23 @@ def listen(client: Client, topic: str, stop: StopRequest) -> None:
     ignored.
     """
 
+    is_subscribed = threading.Event()
+
     def handle(event: tuple[float, Any]) -> None:
         _, message = event
+        if message == _LISTENS:
+            is_subscribed.set()
         if message == AT_ONCE:
             stop.at_once.set()
         if message in (AFTER_STEP, AT_ONCE):
             stop.after_step.set()
 
     client.subscribe_topic(topic, handle)
+    # a call may overtake the subscription: what others send between the two would reach nobody
+    for _ in range(_MOST_SUBSCRIPTIONS):
+        client.log_event(topic, _LISTENS)
+        if is_subscribed.wait(_SUBSCRIPTION):
+            break
     for event in client.get_events(topic):  # sent before, while workers were waited for
         handle(event)
 
@@ -124,3 +136,18 @@ def listen(client: Client, topic: str, stop: StopRequest) -> None:
 async def send(client: Client, topic: str, how: str) -> None:
     """Ask the driver that listens on a topic to end, ``how`` being one of the words above."""
     await SchedulerRpc(client).call("log_event", topic=topic, msg=how)
+
+
+async def send_to_listener(client: Client, topic: str, how: str) -> None:
+    """Send as ``send`` does. ConfigError where no driver listens on the topic: the client is of
+    another cluster, or the driver still waits for its workers, and gets the message then.
+    """
+    await send(client, topic, how)
+    scheduler = SchedulerRpc(client)
+    events = await scheduler.call("events", topic=topic)
+    if not any(message == _LISTENS for _, message in events):
+        raise ConfigError(
+            f"no driver of the run listens on the cluster of client=, at {scheduler.address}: give "
+            "attach() a client of the cluster that the run trains on; a driver that still waits "
+            "for its workers there has the message when they have come"
+        )

@@ -9,7 +9,7 @@ in memory for it. Which rows these are is part of the run's identity: see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,13 @@ from siirl_storage import (
 from siirl_dask.config import Config
 from siirl_dask.dask_internals import FutureCancelledError
 from siirl_dask.datasets import destination
-from siirl_dask.datasets.partitions import StagedPartition, common_schema, stage_partition
+from siirl_dask.datasets.partitions import (
+    StagedPartition,
+    common_schema,
+    is_written_as,
+    stage_again,
+    stage_partition,
+)
 from siirl_dask.driver.caller import RunCaller, scheduler_address
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.driver.recovery.resume import ResumePoint
@@ -94,20 +100,8 @@ class Collection:
                 "data= has futures of another client than client=: give the client that made them"
             )
 
-        async def stage_all() -> list[StagedPartition]:
-            futures = self._submitted(client, url, prompt)
-            try:
-                staged: list[StagedPartition] = await client.gather(futures, asynchronous=True)
-            except Exception:
-                written = [future for future in futures if future.status == "finished"]
-                orphans = await client.gather(written, errors="skip", asynchronous=True)
-                await client.cancel(futures, asynchronous=True)
-                _remove(url, [one.part for one in orphans if one.part is not None])
-                raise
-            return staged
-
         try:
-            return complete(client, stage_all, check)
+            return _gather(client, lambda: self._submitted(client, url, prompt), url, check)
         except FutureCancelledError as error:
             raise DataError(
                 "data: a partition is not there any more: its future, or one that it is made of, "
@@ -136,6 +130,77 @@ class Collection:
                 future = next(computed)
             futures.append(future)
         return futures
+
+
+def _gather(
+    client: Client,
+    submit: Callable[[], list[Future[StagedPartition]]],
+    url: str,
+    check: Callable[[], None],
+) -> list[StagedPartition]:
+    """Return what the tasks that ``submit`` submits have written below ``url``. Where one fails,
+    the parts of the others are removed, and its error is raised.
+    """
+
+    async def work() -> list[StagedPartition]:
+        futures = submit()
+        try:
+            staged: list[StagedPartition] = await client.gather(futures, asynchronous=True)
+        except Exception:
+            written = [future for future in futures if future.status == "finished"]
+            orphans = await client.gather(written, errors="skip", asynchronous=True)
+            await client.cancel(futures, asynchronous=True)
+            _remove(url, _parts(orphans))
+            raise
+        return staged
+
+    return complete(client, work, check)
+
+
+def _with_common_types(
+    client: Client,
+    staged: Sequence[StagedPartition],
+    url: str,
+    check: Callable[[], None],
+) -> tuple[list[StagedPartition], pa.Schema]:
+    """Return the partitions and the columns of all of them. A part whose types are others, as of a
+    bag of which some rows lack a key, is written again by a worker.
+
+    UserError for what is no dataset; no part is left then.
+    """
+    written = list(staged)
+    try:
+        schema = _schema_of(written)
+        different = [number for number, one in enumerate(written) if not is_written_as(one, schema)]
+        if not different:
+            return written, schema
+
+        def submit() -> list[Future[StagedPartition]]:
+            partitions = [written[number] for number in different]
+            return list(
+                client.map(
+                    stage_again, partitions, url=url, schema=schema, pure=False, retries=_RETRIES
+                )
+            )
+
+        try:
+            again = _gather(client, submit, url, check)
+        except Exception as error:  # of the store, or of a worker that is lost again and again
+            raise DataError(
+                f"data: a partition cannot be written: it {exception_text_with_place(error)}"
+            ) from error
+        _remove(url, _parts([written[number] for number in different]))
+        for number, one in zip(different, again, strict=True):
+            written[number] = one
+        return written, _schema_of(written)
+    except UserError:
+        _remove(url, _parts(written))
+        raise
+
+
+def _parts(staged: Iterable[StagedPartition]) -> list[Part]:
+    """Return the parts that were written."""
+    return [one.part for one in staged if one.part is not None]
 
 
 def write_dataset(
@@ -167,12 +232,12 @@ def write_dataset(
     count = counted(len(collection.partitions), "partition")
     note(f"data       writing {count} of the collection to {url}")
     staged = collection.stage(client, url, config.data.prompt, caller.stop.check)
-    parts = [one.part for one in staged if one.part is not None]
+    staged, schema = _with_common_types(client, staged, url, caller.stop.check)
+    parts = _parts(staged)
     may_replace = force
     if resume.fresh or (not resume.exists and _is_in_run(url, config)):
         may_replace = True
     try:
-        schema = _schema_of(staged)
         content = content_digest(schema, parts)
         has_same_rows = _compare(url, there, content, may_replace=may_replace)
     except UserError:

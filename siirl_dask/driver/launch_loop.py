@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -152,7 +153,7 @@ class _LaunchLoop:
                 listen(client, topic_of(self._log.attempt.owner), self._stop)
             if self._groups is None:
                 self._job = _with_workers_dtype(self._job, self._log, client)
-                self._groups = _worker_groups(self._job, self._log.progress)
+                self._groups = _worker_groups(self._job, self._log.progress, self._check_stop)
             plugin = None
             if previous is not None:
                 plugin = previous.plugin
@@ -256,11 +257,13 @@ def _with_workers_dtype(job: Job, log: RunLog, client: Client) -> Job:
     )
 
 
-def _worker_groups(job: Job, progress: Progress) -> WorkerGroups:
-    """Return what finds the workers of each launch."""
+def _worker_groups(job: Job, progress: Progress, check_stop: Callable[[], None]) -> WorkerGroups:
+    """Return what finds the workers of each launch. ``check_stop`` is called while it waits for
+    them, and may raise.
+    """
     config = job.config
     if not config.cluster.elastic:
-        return FixedWorkers(config, progress)
+        return FixedWorkers(config, progress, check_stop)
 
     def plan(group: WorkerGroup) -> Phases:
         phases = plan_run(
@@ -274,4 +277,4 @@ def _worker_groups(job: Job, progress: Progress) -> WorkerGroups:
         check(group.config, phases)
         return phases
 
-    return ElasticWorkers(config, plan, job.checked.reads, progress)
+    return ElasticWorkers(config, plan, job.checked.reads, progress, check_stop)

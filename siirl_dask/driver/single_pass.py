@@ -24,6 +24,7 @@ from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.iterations import CompletedIteration
 from siirl_dask.driver.models import Models, fetch_here, fetch_on_workers, find_models, forgotten
 from siirl_dask.driver.phases import Phases, worker_names
+from siirl_dask.driver.recovery.replacement import await_free_workers
 from siirl_dask.driver.who_waits import node_timeout
 from siirl_dask.errors import Interrupted, counted
 from siirl_dask.models.broken_imports import hide
@@ -180,7 +181,8 @@ class _Passes:
         hosts afterwards.
         """
         cluster = self.config.cluster
-        workers = members(client, cluster.workers, resources=cluster.resources)
+        taken = await_free_workers(client, cluster, None, self.progress)
+        workers = members(client, cluster.workers, resources=cluster.resources, taken=taken)
         names = list(workers)
         hosts = hosts_of(workers)
         if self.open_types is not None:

@@ -23,7 +23,7 @@ from siirl_dask.driver.caller import (
     RunCaller,
     StopRequest,
     scheduler_address,
-    send,
+    send_to_listener,
     topic_of,
 )
 from siirl_dask.driver.clusters.driver_task import ClusterDriver
@@ -129,7 +129,9 @@ def _stop_here(stop: StopRequest, at_once: bool) -> None:
 
 
 def _stop_elsewhere(url: str, client: Client | None, at_once: bool) -> None:
-    """Send a message to the run's driver. ConfigError without a client."""
+    """Send a message to the run's driver. ConfigError without a client, and for one of another
+    cluster.
+    """
     if client is None:
         raise ConfigError(
             f"the run at {url!r} is trained by another process: give attach() a client of its "
@@ -142,7 +144,8 @@ def _stop_elsewhere(url: str, client: Client | None, at_once: bool) -> None:
     how = AFTER_STEP
     if at_once:
         how = AT_ONCE
-    sending = start_on_loop(client, send(client, topic_of(start.owner), how))
+    topic = topic_of(start.owner)
+    sending = start_on_loop(client, send_to_listener(client, topic, how))
     if client.asynchronous:  # this thread may be the one that sends it
         sending.add_done_callback(partial(_log_failure, url))
     else:

@@ -2,7 +2,12 @@
 Imports no torch.
 """
 
-from siirl_dask.scheduler.idle_workers import DRIVERS, free_workers, has_resources
+from siirl_dask.scheduler.idle_workers import (
+    DRIVERS,
+    free_workers,
+    has_resources,
+    used_workers,
+)
 from siirl_dask.scheduler.supervisor import Supervisor
 from siirl_dask.scheduler.worker_demand import WorkerDemand
 
@@ -12,5 +17,6 @@ __all__ = [
     "WorkerDemand",
     "free_workers",
     "has_resources",
+    "used_workers",
     "worker_demand",
 ]

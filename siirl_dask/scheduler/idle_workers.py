@@ -45,6 +45,13 @@ def free_workers(
     return free
 
 
+def used_workers(own: str | None = None, dask_scheduler: Any = None) -> list[str]:
+    """Return the addresses of the workers of all runs but that with the plugins ``own``. Dask sets
+    ``dask_scheduler`` where it runs this on the scheduler.
+    """
+    return sorted(other_runs(dask_scheduler, own))
+
+
 def other_runs(scheduler: Any, *own: str | None) -> set[str]:
     """Return the addresses of workers of all runs but those of the plugins ``own``."""
     runs = [

@@ -73,10 +73,14 @@ class Supervisor(SchedulerPlugin):
         driver.
 
         Such a driver counts as gone after ``patience`` seconds without a ping. Progress is reported
-        to it every ``report_every`` seconds at most. The driver of an ``elastic`` run, which
-        ``follows`` the run of that plugin, is informed of workers that nobody uses, and shares none
-        with another run. A node that makes no progress on a worker for ``node_timeout`` seconds is
-        reported; 0: never. ``run`` is its name for Prometheus.
+        to it every ``report_every`` seconds at most. The run takes the
+        place of the one that it ``follows``, by the name of that one's plugins. The driver of an
+        ``elastic`` run is informed of workers that nobody uses. A node that makes no progress on a
+        worker for ``node_timeout`` seconds is reported; 0: never. ``run`` is its name for
+        Prometheus.
+
+        No worker is of two runs: the groups of torch.distributed are those of its process, and the
+        second run would end those of the first. ``start`` raises PeerError for one that is taken.
         """
         self.name = plugin
         self.members = dict(members)
@@ -104,8 +108,7 @@ class Supervisor(SchedulerPlugin):
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        if self._elastic:
-            self._check_not_taken()
+        self._check_not_taken()
         self._traffic = TrafficMeter(scheduler)
         self._merger = StepMerger.of(self._run, len(self.members)) if self._run else None
         calls = (self.abort, self.traffic, self.leave, self.ping, self.readings)
@@ -162,7 +165,7 @@ class Supervisor(SchedulerPlugin):
         self.abort(f"worker {name!r} at {address} left the cluster")
 
     def _check_not_taken(self) -> None:
-        """Raise PeerError if another run uses a worker of this one: both had found it idle."""
+        """Raise PeerError if another run uses a worker of this one: both had found it free."""
         taken = other_runs(self._scheduler, self.name, self._follows)
         shared = [name for name, address in self.members.items() if address in taken]
         if shared:

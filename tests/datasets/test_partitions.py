@@ -1,5 +1,7 @@
 """A partition of a Dask collection becomes a part of a table with the same rows, or is refused."""
 
+from uuid import uuid4
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,7 +12,13 @@ from siirl_storage import commit, open_table
 
 from siirl_dask.coordinator.source import Source, source_schema
 from siirl_dask.datasets import ImportRequest, import_data
-from siirl_dask.datasets.partitions import common_schema, partition_table, stage_partition
+from siirl_dask.datasets.partitions import (
+    common_schema,
+    is_written_as,
+    partition_table,
+    stage_again,
+    stage_partition,
+)
 from siirl_dask.driver.checks.prompt_rows import check_rows
 from siirl_dask.errors import DataError
 from siirl_dask.tables.content import content_digest
@@ -122,6 +130,32 @@ def test_a_column_without_values_in_one_partition_has_the_type_of_the_others(tmp
     ]
 
 
+CONTENTS = {"content": st.text("ab", max_size=2), "name": st.none() | st.text("ab", max_size=2)}
+MESSAGES = st.lists(st.fixed_dictionaries({"role": st.just("user")}, optional=CONTENTS), max_size=2)
+KEYS = {"level": st.integers(0, 9), "tags": st.lists(st.text("ab", max_size=2), max_size=2)}
+NESTED = st.fixed_dictionaries(
+    {
+        "prompt": MESSAGES,
+        "extra": st.none() | st.fixed_dictionaries({"source": st.just("web")}, optional=KEYS),
+    }
+)
+
+
+@given(rows=st.lists(NESTED, min_size=1, max_size=6), cut=st.integers(0, 6))
+def test_where_a_bag_is_cut_makes_no_difference_to_its_rows(rows, cut):
+    """Keys of chat messages and of structs may be in some partitions only."""
+    url = f"memory://cut-{uuid4().hex}"
+    staged = [stage_partition(part, url, "prompt") for part in (rows[:cut], rows[cut:])]
+    schema = common_schema(staged)
+    fitting = []
+    for one in staged:
+        fitting.append(one if is_written_as(one, schema) else stage_again(one, url, schema))
+    assert all(is_written_as(one, schema) for one in fitting)
+    parts = [one.part for one in fitting if one.part]
+    table = commit(url, parts, schema=schema, new=True).to_table()
+    assert table.to_pylist() == partition_table(rows).to_pylist()
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -129,6 +163,14 @@ def test_a_column_without_values_in_one_partition_has_the_type_of_the_others(tmp
         (
             {"prompt": ["b"], "level": ["high"]},
             "'level' is int64 in the partitions before, and str",
+        ),
+        (
+            {"prompt": ["b"], "level": [0.5]},
+            "'level' is int64 in the partitions before, and double in partition 1",
+        ),
+        (
+            {"prompt": [b"b"], "level": [1]},
+            "'prompt' is string in the partitions before, and binary in partition 1",
         ),
     ],
 )

@@ -4,6 +4,7 @@ rows that a run does not have never take their place unasked.
 
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,6 +108,39 @@ def test_chat_messages_in_a_dataframe_need_the_setting_that_the_error_names(clie
     with dask.config.set({"dataframe.convert-string": False}):
         table, _ = write(config, client, frame_of(chats))
     assert table.to_table().to_pylist() == chats
+
+
+def test_a_key_that_one_partition_lacks_is_null_there_whoever_writes_first(client, config):
+    bare = {"role": "user", "content": "1+1="}
+    named = {"role": "user", "content": "2+2=", "name": "Ada"}
+    rows = [{"prompt": [bare]}, {"prompt": [named]}, {"prompt": [{**bare, "name": None}]}]
+    table, _ = write(config, client, dask.bag.from_sequence(rows, npartitions=3))
+    filled = [{"prompt": [{"name": None, **message} for message in row["prompt"]]} for row in rows]
+    assert table.to_table().to_pylist() == filled
+    kept = list(Path(config.data.url, "data").iterdir())
+    assert len(kept) == len(table.parts), "parts that were written again are removed"
+    digest = table.properties[CONTENT]
+    late = [delayed(late_rows)(rows[:1]), delayed(list)(rows[1:2]), delayed(list)(rows[2:])]
+    again, said = write(config, client, late)
+    assert again.properties[CONTENT] == digest
+    assert "has these rows already" in said
+
+
+def late_rows(rows):
+    time.sleep(0.3)
+    return rows
+
+
+@pytest.mark.parametrize(
+    "other", [{"prompt": "b", "extra": {"level": "high"}}, {"prompt": "b", "extra": [1]}]
+)
+def test_partitions_of_which_no_type_holds_all_values_leave_nothing(other, client, config):
+    rows = [{"prompt": "a", "extra": {"level": 1}}, other]
+    with pytest.raises(
+        DataError, match=r"column 'extra' is struct<level: int64> in the partitions"
+    ):
+        write(config, client, dask.bag.from_sequence(rows, npartitions=2))
+    assert not list(Path(config.data.url, "data").iterdir())
 
 
 def test_other_rows_are_refused_unless_they_are_asked_for(client, config):

@@ -4,6 +4,7 @@ things: on a cluster of the caller's, also one whose certificates are in memory 
 
 import asyncio
 import re
+import threading
 from pathlib import Path
 
 import dask.bag
@@ -61,6 +62,7 @@ def test_a_run_of_a_bag_resumes_with_the_same_rows_and_refuses_others(
     composed, digits_task, cluster_address, tmp_path
 ):
     rows = rows_of(digits_task)
+    before = set(threading.enumerate())
     with Client(cluster_address, set_as_default=False) as client:
         first = siirl_dask.run(composed, siirl_dask.grpo, client=client, data=bag_of(rows))
         table = open_table(str(tmp_path / "mine" / "data"))
@@ -80,6 +82,8 @@ def test_a_run_of_a_bag_resumes_with_the_same_rows_and_refuses_others(
         handle = siirl_dask.attach(str(tmp_path / "mine"))
         assert handle.result(60).steps == 3
         sampled = pa.concat_tables(client.gather(client.compute(handle.rollout_tables())))
+    left = [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
+    assert left == [], "the end of the program would wait for it"
     assert set(sampled["step"].to_pylist()) == {1, 2, 3}
     asked = {row["prompt"] for row in rows}
     assert set(sampled["prompt"].to_pylist()) <= asked

@@ -2,6 +2,7 @@
 have, and others go on working there.
 """
 
+import copy
 import time
 
 import dask
@@ -9,7 +10,7 @@ import pytest
 from distributed import Client, Nanny, Scheduler, SpecCluster, performance_report
 
 import siirl_dask
-from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.errors import ConfigError, Interrupted, RunError
 from siirl_dask.scheduler.idle_workers import other_runs
 from siirl_dask.worker.process.fork_server import START_METHOD, prepare_processes
 from tests.clusters import IDLE, LOST, local_cluster
@@ -79,6 +80,31 @@ def test_a_cluster_that_adapts_by_dasks_own_rule_is_said_what_to_do(config):
         cluster.adapt(minimum=0, maximum=2, interval="100ms")
         with pytest.raises(RunError, match=r"0 of 2 workers.*Adaptive=siirl_dask\.Adaptive"):
             siirl_dask.run(config, client=client)
+
+
+def test_two_runs_at_once_share_no_worker_and_the_later_one_waits(config):
+    config["run"]["steps"] = 500
+    later = copy.deepcopy(config)
+    later["run"] |= {"url": config["run"]["url"] + "-later", "steps": 2}
+    with local_cluster(3) as cluster, Client(cluster, set_as_default=False) as client:
+        client.wait_for_workers(3, timeout=60)
+        first = siirl_dask.submit(config, client=client)
+        assert next(iter(first))["step"] == 1
+        own = members(client)
+        alone = copy.deepcopy(later)
+        alone["run"]["url"] += "-alone"
+        alone["cluster"]["workers"] = 1
+        assert siirl_dask.run(alone, client=client).steps == 2, "on the third worker"
+        refused = copy.deepcopy(later)
+        refused["cluster"]["start_timeout"] = 1
+        with pytest.raises(RunError, match=r"1 of 2 workers were free .* other runs use 2 workers"):
+            siirl_dask.run(refused, client=client)
+        waiting = siirl_dask.submit(later, client=client)
+        assert members(client) == own
+        assert first.status == "running"
+        first.cancel()
+        assert waiting.result(60).steps == 2
+        assert isinstance(first.exception(60), Interrupted)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from siirl_dask.errors import DataError, PlanError
 from siirl_dask.planner import resolve
 from siirl_dask.planner.spec.dag_spec import bind
 from siirl_dask.planner.spec.names import canonical
+from tests.clusters import lasting_port
 from tests.environments.game_servers import (
     TASKS,
     Endless,
@@ -390,9 +391,7 @@ def started(tmp_path):
     processes = []
 
     def start(python, code):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = lasting_port()
         serve = f"{code}\nimport uvicorn\nuvicorn.run(app, host='127.0.0.1', port={port})"
         processes.append(subprocess.Popen([python, "-c", serve], cwd=tmp_path))
         url = f"http://127.0.0.1:{port}"

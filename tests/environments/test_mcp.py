@@ -14,6 +14,7 @@ import pytest
 from siirl_dask.environments import mcp_servers
 from siirl_dask.environments.protocol import Failure, ToolCalls
 from siirl_dask.errors import ConfigError
+from tests.clusters import lasting_port
 from tests.environments import worlds
 from tests.environments.conftest import Player, built
 from tests.environments.test_failures import children
@@ -121,8 +122,7 @@ def served(port):
 
 
 def test_a_server_at_a_url_that_is_lost_fails_its_episode_and_is_reached_once_it_is_back(play):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = lasting_port()
     with served(port):
         player = play(mcp_servers={"numbers": f"http://127.0.0.1:{port}/mcp"})
         player.reset(prompt=CHAT)

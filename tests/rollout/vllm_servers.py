@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,23 +10,19 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from tests.clusters import lasting_port
+
 ROOT = Path(__file__).parents[2]
 ROOM = ["--max-model-len", "512", "--max-num-seqs", "64", "--enforce-eager", "--dtype", "float32"]
 ROOM += ["--kv-cache-memory-bytes", str(64 << 20)]
 _PATIENCE = 300.0  # on slow machines: three processes import vLLM, one after the other
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 class VllmServer:
     """``python -m siirl_dask.rollout.server_engine.serve FOLDER``, or with ``module`` vLLM's own."""
 
     def __init__(self, folder, log, *options, module="siirl_dask.rollout.server_engine.serve"):
-        self.port = free_port()
+        self.port = lasting_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [sys.executable, "-m", module, str(folder)]
         self._command += ["--port", str(self.port), *ROOM, *options]

@@ -10,7 +10,7 @@ from distributed import Client, Event, LocalCluster
 from distributed import get_worker as this_worker
 
 from siirl_dask.errors import PeerError
-from siirl_dask.scheduler.idle_workers import free_workers
+from siirl_dask.scheduler.idle_workers import free_workers, used_workers
 from siirl_dask.scheduler.supervisor import Supervisor
 
 
@@ -90,9 +90,13 @@ def test_a_worker_that_is_retired_is_told_as_one_that_left_in_order(client):
     )
 
 
-def test_no_worker_is_shared_with_a_run_that_was_quicker(client):
+@pytest.mark.parametrize("elastic", [True, False])
+def test_no_worker_is_shared_with_a_run_that_was_quicker(client, elastic):
     with run(client, "siirl-one", "0", "1"):
+        used = client.run_on_scheduler(used_workers, None)
+        assert set(used) == {workers(client)["0"], workers(client)["1"]}
+        assert client.run_on_scheduler(used_workers, "siirl-one") == []
         with pytest.raises(PeerError, match="worker '1' was idle, and another run has taken it"):
-            run(client, "siirl-two", "1", "2", elastic=True).__enter__()
-        with run(client, "siirl-next", "1", elastic=True, follows="siirl-one"):
+            run(client, "siirl-two", "1", "2", elastic=elastic).__enter__()
+        with run(client, "siirl-next", "1", elastic=elastic, follows="siirl-one"):
             pass

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -38,9 +38,10 @@ def members(
     count: int,
     before: Iterable[str] = (),
     resources: Mapping[str, float] | None = None,
+    taken: Collection[str] = (),
 ) -> dict[str, str]:
     """Return {name: address} of the first ``count`` workers in rank order, of those that have the
-    Dask ``resources``.
+    Dask ``resources`` and whose address is not in ``taken``.
 
     ``before`` are the names of earlier members: those that are there have the ranks that they had.
 
@@ -49,10 +50,9 @@ def members(
     meanwhile. Other differences are logged.
     """
     workers: dict[str, str] = {}
-    for address, info in client.scheduler_info(n_workers=-1)["workers"].items():
-        is_running = info["status"] == Status.running.name
-        if is_running and (resources is None or has_resources(info["resources"], resources)):
-            workers[str(info["name"])] = address
+    for name, address in running_workers(client, resources).items():
+        if address not in taken:
+            workers[name] = address
     reports = client.run(report, on_error="return")
     ordered = rank_order(
         {name: (address, reports.get(address)) for name, address in workers.items()}
@@ -66,6 +66,16 @@ def members(
     with workers_needed(client, chosen):
         check_alike(client, chosen, reports)
     return chosen
+
+
+def running_workers(client: Client, resources: Mapping[str, float] | None = None) -> dict[str, str]:
+    """Return {name: address} of the workers that run and have the Dask ``resources``."""
+    workers: dict[str, str] = {}
+    for address, info in client.scheduler_info(n_workers=-1)["workers"].items():
+        is_running = info["status"] == Status.running.name
+        if is_running and (resources is None or has_resources(info["resources"], resources)):
+            workers[str(info["name"])] = address
+    return workers
 
 
 @contextmanager

@@ -42,11 +42,15 @@ class ElasticWorkers:
         plan: Planner,
         reads: Mapping[str, Sequence[str]],
         progress: Progress,
+        check: Callable[[], None],
     ) -> None:
-        """``reads`` has the folders that the workers of each role read."""
+        """``reads`` has the folders that the workers of each role read. ``check`` is called while
+        workers are waited for, and may raise.
+        """
         self._config = config
         self._plan = plan
         self._progress = progress
+        self._check = check
         self._kinds = Kinds.of(config.cluster.placement, config.cluster.workers)
         self._newcomers = Newcomers(reads, config.run.url)
         self._changing = threading.Lock()
@@ -153,6 +157,7 @@ class ElasticWorkers:
                         return found
                     if group is None and self._plan_error is not None:
                         raise self._plan_error
+                self._check()
                 if waited >= timeout:
                     raise RunError(self._too_few(available, timeout))
                 time.sleep(_INTERVAL)

@@ -16,13 +16,13 @@ from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.dask_internals import SchedulerRpc
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.driver.clusters.deployment import no_replacement, start_lost
-from siirl_dask.driver.clusters.processes import members
+from siirl_dask.driver.clusters.processes import members, running_workers
 from siirl_dask.driver.clusters.wait_for_workers import wait_for_workers
 from siirl_dask.driver.recovery.worker_group import WorkerGroup
-from siirl_dask.errors import SchedulerLost, SiirlError, SilentPeer
+from siirl_dask.errors import RunError, SchedulerLost, SiirlError, SilentPeer, counted
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Iteration
-from siirl_dask.scheduler import free_workers
+from siirl_dask.scheduler import free_workers, used_workers
 from siirl_dask.worker.peers.data_plane import DataSettings
 from siirl_dask.worker.release import LEAVE_TIMEOUT
 from siirl_dask.worker.tasks import beats_inside
@@ -32,7 +32,7 @@ _LAST_CHANCE = 2.0  # seconds for a worker to answer that has been silent for as
 # seconds for a worker that answers nothing to stop by itself; then its nanny kills it
 _STOP_TIMEOUT = 1.0
 _CALL_TIMEOUT = 30.0  # seconds for the scheduler to remove it
-_INTERVAL = 0.1  # seconds between two looks at the tasks of a launch that has failed
+_INTERVAL = 0.1  # seconds between two looks at the scheduler
 
 
 class FixedWorkers:
@@ -40,9 +40,11 @@ class FixedWorkers:
     one that is lost.
     """
 
-    def __init__(self, config: Config, progress: Progress) -> None:
+    def __init__(self, config: Config, progress: Progress, check: Callable[[], None]) -> None:
+        """``check`` is called while workers are waited for, and may raise."""
         self._config = config
         self._progress = progress
+        self._check = check
 
     def find(
         self,
@@ -53,14 +55,16 @@ class FixedWorkers:
     ) -> WorkerGroup:
         cluster = self._config.cluster
         if group is None:
-            chosen = members(client, cluster.workers, resources=cluster.resources)
+            taken = await_free_workers(client, cluster, None, self._progress, self._check)
+            chosen = members(client, cluster.workers, resources=cluster.resources, taken=taken)
             return WorkerGroup(chosen, self._config)
         # the workers of another scheduler have been waited for
         if not isinstance(failure, SchedulerLost):
             remove_unusable_workers(client, group, failure, plugin)
             hint = start_lost_workers(client, cluster, group)
-            wait_for_workers(client, cluster, self._progress, hint=hint)
-        chosen = members(client, cluster.workers, group.members, cluster.resources)
+            wait_for_workers(client, cluster, self._progress, self._check, hint=hint)
+        taken = await_free_workers(client, cluster, plugin, self._progress, self._check)
+        chosen = members(client, cluster.workers, group.members, cluster.resources, taken)
         return WorkerGroup(chosen, self._config)
 
     def on_idle(self, client: Client, group: WorkerGroup, plugin: str) -> Callable[[], None] | None:
@@ -71,6 +75,42 @@ class FixedWorkers:
 
     def check_change(self, steps: int, since: float) -> None:
         return
+
+
+def await_free_workers(
+    client: Client,
+    cluster: ClusterConfig,
+    plugin: str | None,
+    progress: Progress,
+    check: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """Return the addresses of the workers that other runs use, once they leave ``cluster.workers``
+    with ``cluster.resources``. ``plugin`` is the name of the run's own plugins.
+
+    A worker is of one run at a time: see ``Supervisor``. RunError after ``cluster.start_timeout``
+    seconds. ``check`` is called between looks and may raise sooner.
+    """
+    deadline = time.monotonic() + cluster.start_timeout
+    is_noted = False
+    while True:
+        taken: list[str] = complete(client, lambda: client.run_on_scheduler(used_workers, plugin))
+        running = running_workers(client, cluster.resources)
+        free = [name for name, address in running.items() if address not in taken]
+        if not taken or len(free) >= cluster.workers:
+            return taken
+        check()
+        used = f"other runs use {counted(len(running) - len(free), 'worker')}"
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"{len(free)} of {cluster.workers} workers were free within "
+                f"cluster.start_timeout={cluster.start_timeout:g} s: {used} of the cluster, and a "
+                "worker is of one run at a time; start more workers, lower cluster.workers, or "
+                "wait until one of those runs has ended"
+            )
+        if not is_noted:
+            progress.note(f"waiting for workers: {used} of the cluster")
+            is_noted = True
+        time.sleep(_INTERVAL)
 
 
 def start_lost_workers(client: Client, cluster: ClusterConfig, group: WorkerGroup) -> str:

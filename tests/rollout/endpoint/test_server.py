@@ -19,6 +19,7 @@ from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout import Sampling
 from siirl_dask.rollout.endpoint import AgentQueue, Endpoint
+from tests.clusters import lasting_port
 from tests.rollout.endpoint.conftest import conversation
 from tests.rollout.endpoint.test_conversations import WEATHER, user
 
@@ -350,15 +351,15 @@ class _Silent:
 
 def test_ports_are_the_configured_ones_and_those_after_them(tokenizer):
     queue = AgentQueue(Device("w"), lambda: None)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with (
-            pytest.raises(
-                ConfigError, match=rf"endpoint.port={port - 1}: cannot listen on port {port}"
-            ),
-            Endpoint(_Silent(tokenizer), queue, EndpointConfig(port=port - 1), Rank(1, 2)),
-        ):
-            pass
+    port = lasting_port()
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(
+            ConfigError, match=rf"endpoint.port={port - 1}: cannot listen on port {port}"
+        ),
+        Endpoint(_Silent(tokenizer), queue, EndpointConfig(port=port - 1), Rank(1, 2)),
+    ):
+        pass
     with Endpoint(_Silent(tokenizer), queue, EndpointConfig(port=port - 1), Rank(1, 2)) as endpoint:
         assert endpoint.base_url == f"http://127.0.0.1:{port}/v1"
     with pytest.raises(ConfigError, match="expected an address of this machine"):
