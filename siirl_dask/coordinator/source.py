@@ -25,6 +25,7 @@ from siirl_dask.schema import (
     is_index_column,
     with_large_offsets,
 )
+from siirl_dask.tables import path_steps
 
 _OWN = (*IDENTITY, *ORIGIN)  # columns that no dataset has
 # what names of JSON and CSV end in
@@ -309,10 +310,10 @@ def _column_type(schema: pa.Schema, path: str, source: Source, key: str) -> pa.D
     none.
     """
     kind = pa.struct(list(schema))
-    for name in path.split("."):
+    for name in path_steps(path, schema.names):
         if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
             known = [field.name for field in kind] if pa.types.is_struct(kind) else []
-            within = f": no {name!r}" if "." in path else ""
+            within = f": no {name!r}" if name != path else ""
             raise DataError(
                 f"dataset {source.url!r} has no column {path!r}{within} (there is: {known})"
                 f"{did_you_mean(name, known)}; {key} names it"

@@ -20,6 +20,7 @@ from siirl_dask.datasets.casting import cast
 from siirl_dask.datasets.mapping import storable
 from siirl_dask.errors import DataError
 from siirl_dask.schema import decoded, is_index_column
+from siirl_dask.tables import path_steps
 from siirl_dask.wording import exception_text
 
 _ROW_GROUP_BYTES = 2**24  # before they are encoded, as data import writes
@@ -127,7 +128,7 @@ def _chat_as_text(table: pa.Table, prompt: str) -> str:
     A dataframe of Dask makes texts of all objects unless it is asked not to: a model would learn
     from ``"[{'role': 'user', ..."``.
     """
-    column, *fields = prompt.split(".")
+    column, *fields = path_steps(prompt, table.column_names)
     if column not in table.column_names:
         return ""  # which the check of the dataset's columns reports
     prompts = table[column]
