@@ -32,6 +32,7 @@ from siirl_storage import (
     open_input,
     open_table,
 )
+from siirl_storage.stand_ins import FIRST_BYTES, stand_in
 
 from siirl_dask.coordinator import data_files, splits_of
 from siirl_dask.datasets.ecosystem_rows import EcosystemRows
@@ -380,7 +381,11 @@ def _open_file(source: str, fs: AbstractFileSystem, path: str) -> InputRows:
     url = full_name(fs, path)
     if kind_of(path) is InputKind.ARROW:
         with open_input(fs, path) as file:
-            if file.read(len(_ARROW_FILE)) != _ARROW_FILE:
+            first = file.read(FIRST_BYTES)
+            other = stand_in(first)
+            if other is not None:
+                raise DataError(f"{url} cannot be read: {other}")
+            if not first.startswith(_ARROW_FILE):
                 file.seek(0)
                 schema = pa.ipc.open_stream(file).schema
                 return InputRows(

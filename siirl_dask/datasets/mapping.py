@@ -14,7 +14,7 @@ from siirl_dask.datasets.casting import cast, first_unfit
 from siirl_dask.datasets.chat_messages import MESSAGES, ChatColumn, as_messages
 from siirl_dask.datasets.column_paths import extract, type_at
 from siirl_dask.errors import ConfigError, DataError, clause, did_you_mean
-from siirl_dask.schema import IDENTITY, decoded, is_index_column
+from siirl_dask.schema import IDENTITY, ORIGIN, decoded, is_index_column
 
 _SCALARS = (
     *("string", "large_string", "binary", "large_binary", "bool"),
@@ -57,7 +57,7 @@ class ColumnMapping:
         }
         if self.chat is not None and self.chat.name in kinds:
             kinds[self.chat.name] = self._messages_of(self.chat, source, name)
-        if reserved := [column for column in kinds if column in IDENTITY]:
+        if reserved := [column for column in kinds if column in (*IDENTITY, *ORIGIN)]:
             raise DataError(
                 f"{name!r}: the column {reserved[0]!r} has a name that training needs for itself: "
                 "give it another, "

@@ -19,6 +19,7 @@ from fsspec import AbstractFileSystem
 from siirl_storage.errors import CorruptPart, StorageError, clause
 from siirl_storage.files import full_name, open_input
 from siirl_storage.schemas import check_schema
+from siirl_storage.stand_ins import FIRST_BYTES, stand_in
 
 
 class Format(StrEnum):
@@ -229,10 +230,21 @@ def damage(fs: AbstractFileSystem, path: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CorruptPart(full_name(fs, path), "it is not there") from error
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise CorruptPart(full_name(fs, path), str(error)) from error
+        raise CorruptPart(full_name(fs, path), _reason(fs, path, error)) from error
     except OSError as error:
         if error.errno is not None:
             raise
-        raise CorruptPart(
-            full_name(fs, path), str(error)
-        ) from error  # Arrow's own: bad Thrift, page checksum
+        # Arrow's own: bad Thrift, page checksum
+        raise CorruptPart(full_name(fs, path), _reason(fs, path, error)) from error
+
+
+def _reason(fs: AbstractFileSystem, path: str, error: Exception) -> str:
+    """Return why bytes are no part: what stands in its place, or Arrow's own words."""
+    try:
+        with open_input(fs, path) as file:
+            other = stand_in(file.read(FIRST_BYTES))
+    except Exception:  # a store that fails just now: what it has read is told
+        other = None
+    if other is not None:
+        return other
+    return str(error)
