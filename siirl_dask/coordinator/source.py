@@ -9,7 +9,15 @@ from fractions import Fraction
 from shlex import quote
 
 import pyarrow as pa
-from siirl_storage import Snapshot, StorageError, TableNotFound, list_files, open_fs, open_table
+from siirl_storage import (
+    PartsDiffer,
+    Snapshot,
+    StorageError,
+    TableNotFound,
+    list_files,
+    open_fs,
+    open_table,
+)
 
 from siirl_dask.config import DataConfig, parse_bytes
 from siirl_dask.coordinator.transport.messages import check_types
@@ -21,8 +29,8 @@ from siirl_dask.schema import (
     PROMPT,
     SOURCE_NAME,
     TYPES,
-    decoded,
     is_index_column,
+    loaded_type,
     with_large_offsets,
 )
 from siirl_dask.tables import path_steps
@@ -163,6 +171,12 @@ def open_source(source: Source) -> Snapshot:
     except TableNotFound as error:
         refuse_text(source.url)
         raise DataError(f"dataset {source.url!r}: {error}") from error
+    except PartsDiffer as error:
+        raise DataError(
+            f"dataset {source.url!r}: {error}. Make one table of them with\n"
+            f"    siirl-dask data import {quote(source.url)} {quote(source.url.rstrip('/') + '-table')}\n"
+            "which says what to choose where types have none in common"
+        ) from error
     except StorageError as error:
         raise DataError(f"dataset {source.url!r}: {error}") from error
     except Exception as error:  # drivers of remote storage raise what they like
@@ -276,14 +290,15 @@ def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
 
     Texts, binary values and lists have offsets of 64 bits, whatever the files have: samples of a
     prompt repeat it. Dictionaries (pandas' categories), views (polars' texts, lists) and runs are
-    decoded. Index columns of dataframes are left out.
+    decoded. Index columns of dataframes are left out. What is null in every row within a list or a
+    struct is a text.
 
     DataError when a column is missing, has a reserved name, or has a type that cannot move between
     workers.
     """
     schema = pa.schema(
         [
-            field.with_type(decoded(field.type))
+            field.with_type(loaded_type(field.type))
             for field in schema
             if not is_index_column(field.name)
         ]
@@ -300,9 +315,17 @@ def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
                 f"dataset {source.url!r} has a column {field.name!r}: rename it, that name is taken"
             )
         fields.setdefault(field.name, with_large_offsets(field.type))
-    loaded = pa.schema(fields)
-    check_types(loaded)
-    return loaded
+    for name, kind in fields.items():
+        try:
+            check_types(pa.schema({name: kind}))
+        except DataError as error:
+            column = paths.get(name, name)
+            command = f"siirl-dask data import {quote(source.url)} TABLE"
+            raise DataError(
+                f"dataset {source.url!r}: {error}: {command} --drop {quote(column)} makes a table "
+                f"without it, and --type {quote(column)}=string one where a number is a text"
+            ) from error
+    return pa.schema(fields)
 
 
 def _column_type(schema: pa.Schema, path: str, source: Source, key: str) -> pa.DataType:

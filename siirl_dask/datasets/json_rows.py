@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 from fsspec import AbstractFileSystem
 from siirl_storage import full_name, open_input
-from siirl_storage.stand_ins import FIRST_BYTES, stand_in
+from siirl_storage.formats import FIRST_BYTES, stand_in
 
 from siirl_dask.datasets.whole_tables import CURE, table_in_one_object
 from siirl_dask.errors import DataError, clause

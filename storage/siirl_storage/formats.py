@@ -4,6 +4,7 @@ are row groups.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from fsspec import AbstractFileSystem
 from siirl_storage.errors import CorruptPart, StorageError, clause
 from siirl_storage.files import full_name, open_input
 from siirl_storage.schemas import check_schema
-from siirl_storage.stand_ins import FIRST_BYTES, stand_in
 
 
 class Format(StrEnum):
@@ -36,6 +36,10 @@ ROWS_PER_GROUP = 1024
 """Default rows of a row group, the unit that one worker reads: a few MB for prompts, about 100
 MB for long contexts."""
 
+FIRST_BYTES = 256
+"""Bytes of a file by which ``stand_in`` tells what it is."""
+_LFS = b"version https://git-lfs.github.com/spec/"
+_PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
 _SMALL = 2**16  # bytes of a table before it is encoded
 _ENDINGS = {".parquet": Format.PARQUET, ".arrow": Format.ARROW, ".feather": Format.ARROW}
 ENDINGS = ", ".join(_ENDINGS)
@@ -214,6 +218,23 @@ def parquet_footer(file: pq.ParquetFile) -> Footer:
     metadata = file.metadata
     rows = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
     return Footer(file.schema_arrow, tuple(rows))
+
+
+def stand_in(first: bytes) -> str | None:
+    """Return in words what was left in the place of a file that begins with these bytes, and what to
+    do; None for one that may be what its name says.
+    """
+    if first.startswith(_LFS):
+        return (
+            "it is a pointer of Git LFS in the place of the file: `git lfs pull` in its repository "
+            "fetches that"
+        )
+    if _PAGE.match(first):
+        return (
+            "it is a web page in the place of the file, as servers send where a file is not there or "
+            "needs a login: fetch the file itself"
+        )
+    return None
 
 
 @contextmanager

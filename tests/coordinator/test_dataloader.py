@@ -74,6 +74,31 @@ def test_a_name_with_dots_is_a_columns_before_it_is_a_path(tmp_path, ending, pro
     assert table.to_pydict() == {"prompt": rows[prompt], "answer": rows[prompt], **rows}
 
 
+NULL_KEY = {"role": "user", "name": None, "parts": [{"kind": None}, {"kind": None}]}
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+@pytest.mark.parametrize("group", [1, 4, 6])
+def test_a_key_that_is_null_in_all_messages_is_read(tmp_path, ending, group):
+    """pandas and Table.from_pylist give it the type null, whose cast within lists fails."""
+    rows = {
+        "q": [[NULL_KEY, NULL_KEY], [NULL_KEY], [], None, [NULL_KEY] * 3, [NULL_KEY]],
+        "a": [{"tags": [None, None]}, None, {"tags": None}, {"tags": []}, {"tags": [None]}, None],
+    }
+    file = tmp_path / f"train.{ending}"
+    if ending == "parquet":
+        pq.write_table(pa.table(rows), file, row_group_size=group)
+    else:
+        feather.write_feather(pa.table(rows), file, compression="uncompressed", chunksize=group)
+    given = source(str(file), answer="a.tags", batch_size=None, seed=None)
+    assert open_source(given).to_table().to_pydict() == rows
+    loader = Dataloader(given)
+    table = loader.load(0, ["prompt", "a"], 0, 1)
+    loader.close()
+    table = table.cast(table.schema)
+    assert table.to_pydict() == {"prompt": rows["q"], "a": rows["a"]}
+
+
 @pytest.mark.parametrize("workers", [2, 3, 8])
 def test_a_step_is_the_same_on_any_number_of_workers(url, workers):
     for step in (0, 6, 7, 20):
