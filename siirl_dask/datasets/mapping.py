@@ -172,35 +172,62 @@ def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
             )
         for one in other:
             here = schema.field(one.name)
-            try:
-                if _whole_and_not(here.type, one.type):
-                    raise pa.ArrowTypeError("whole numbers would become others")
-                both = pa.unify_schemas(
-                    [pa.schema([here]), pa.schema([one])], promote_options="permissive"
-                )
-            except pa.ArrowException as error:
+            both = common_type(here.type, one.type)
+            if both is None:
                 raise DataError(
                     f"column {one.name!r} is {_name_of(here.type)} in {first!r} and "
                     f"{_name_of(one.type)} in {name!r}: "
                     f"give it a type, as in --type {one.name}=string"
-                ) from error
-            schema = schema.set(schema.get_field_index(one.name), both.field(0))
+                )
+            schema = schema.set(schema.get_field_index(one.name), here.with_type(both))
     return schema
 
 
-def _whole_and_not(one: pa.DataType, other: pa.DataType) -> bool:
-    """Return whether one type has whole numbers where the other has floats: 5 would become 5.0."""
+def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Return a type for the values of both, each written as before: wider numbers of a kind, structs
+    with the fields of both, any type instead of nulls. None where there is none.
+    """
+    if _would_change(one, other):
+        return None
+    schemas = [pa.schema({"values": kind}) for kind in (one, other)]
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except pa.ArrowException:
+        return None
+
+
+def _would_change(one: pa.DataType, other: pa.DataType) -> bool:
+    """Return whether Arrow's type for both writes a value otherwise: 5 as 5.0, a text as bytes."""
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        shared = {field.name for field in one} & {field.name for field in other}
+        return any(_would_change(one.field(name).type, other.field(name).type) for name in shared)
     if one.num_fields and one.num_fields == other.num_fields:
         return any(
-            _whole_and_not(one.field(number).type, other.field(number).type)
+            _would_change(one.field(number).type, other.field(number).type)
             for number in range(one.num_fields)
         )
+    written = _written_as(one)
+    if not written or not _written_as(other):
+        return False
+    return written != _written_as(other)
+
+
+def _written_as(kind: pa.DataType) -> str:
+    """Return a word for how values of a type are written; "" for types that only go with their own
+    kind.
+    """
     types = pa.types
-    if types.is_integer(one):
-        return bool(types.is_floating(other))
-    if types.is_floating(one):
-        return bool(types.is_integer(other))
-    return False
+    if types.is_integer(kind):
+        return "digits"
+    if types.is_floating(kind):
+        return "digits with a point"
+    if types.is_decimal(kind):
+        return f"{kind.scale} digits behind a point"
+    if types.is_string(kind) or types.is_large_string(kind):
+        return "text"
+    if types.is_binary(kind) or types.is_large_binary(kind):
+        return "bytes"
+    return ""
 
 
 def _no_column(column: str, known: Iterable[str], name: str) -> str:

@@ -14,10 +14,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from siirl_storage import Part, StorageError, stage
+from siirl_storage import Part, StorageError, join, open_fs, stage
+from siirl_storage.reading import read_part
 
 from siirl_dask.datasets.casting import cast
-from siirl_dask.datasets.mapping import storable
+from siirl_dask.datasets.mapping import common_type, storable
 from siirl_dask.errors import DataError
 from siirl_dask.schema import decoded, is_index_column
 from siirl_dask.tables import path_steps
@@ -37,6 +38,12 @@ class StagedPartition:
     """Serialized schema of its columns."""
     problem: str = ""
     """A sentence on why its rows cannot be a dataset; nothing was written then."""
+
+    def has_types_of(self, schema: pa.Schema) -> bool:
+        """Return whether its columns have the types of a schema; a column of nulls alone has any."""
+        own = pa.ipc.read_schema(pa.py_buffer(self.schema))
+        kinds = {field.name: field.type for field in own if not pa.types.is_null(field.type)}
+        return all(schema.field(name).type == kind for name, kind in kinds.items())
 
 
 def stage_partition(partition: object, url: str, prompt: str) -> StagedPartition:
@@ -59,6 +66,21 @@ def stage_partition(partition: object, url: str, prompt: str) -> StagedPartition
     except StorageError as error:
         return StagedPartition(None, schema, str(error))
     return StagedPartition(part, schema)
+
+
+def restage_partition(partition: StagedPartition, url: str, schema: bytes) -> StagedPartition:
+    """Write the rows of a staged partition once more, in the types of a serialized schema that its
+    own types fit into: see ``common_schema``. The part that is there stays.
+    """
+    kinds = pa.ipc.read_schema(pa.py_buffer(schema))
+    assert partition.part is not None
+    fs, path = open_fs(join(url, partition.part.path))
+    table = read_part(fs, path)
+    columns = []
+    for field in kinds:
+        columns.append(cast(table[field.name], field.type).combine_chunks())
+    table = pa.table(columns, schema=kinds)
+    return StagedPartition(stage(url, table, bytes_per_group=_ROW_GROUP_BYTES), schema)
 
 
 def partition_table(partition: object) -> pa.Table:
@@ -165,10 +187,10 @@ def chat_as_text(prompts: pa.ChunkedArray) -> str | None:
 
 
 def common_schema(partitions: Iterable[StagedPartition]) -> pa.Schema:
-    """Return the schema that all partitions with rows have; a column without a value in one of
-    them may be of any type in others.
+    """Return the schema that all partitions with rows fit into: a bag's types are those of the
+    values that are in a partition, and a list of messages may lack keys there, or be empty.
 
-    DataError for a column that only some have, or of which they have several types.
+    DataError for a column that only some have, or whose types have none in common.
     """
     fields: dict[str, pa.Field] = {}
     for number, partition in enumerate(partitions):
@@ -182,12 +204,15 @@ def common_schema(partitions: Iterable[StagedPartition]) -> pa.Schema:
             )
         for field in own:
             known = fields.get(field.name)
-            if known is None or pa.types.is_null(known.type):
+            if known is None:
                 fields[field.name] = field
-            elif field.type != known.type and not pa.types.is_null(field.type):
+                continue
+            common = common_type(known.type, field.type)
+            if common is None:
                 raise DataError(
                     f"data: column {field.name!r} is {known.type} in the partitions before, and "
                     f"{field.type} in partition {number}: give all rows values of one type, or "
                     "make Arrow tables with a schema of the partitions"
                 )
+            fields[field.name] = field.with_type(common)
     return pa.schema(list(fields.values()))

@@ -34,7 +34,12 @@ from siirl_storage import (
 from siirl_dask.config import Config
 from siirl_dask.dask_internals import FutureCancelledError
 from siirl_dask.datasets import destination
-from siirl_dask.datasets.partitions import StagedPartition, common_schema, stage_partition
+from siirl_dask.datasets.partitions import (
+    StagedPartition,
+    common_schema,
+    restage_partition,
+    stage_partition,
+)
 from siirl_dask.driver.caller import RunCaller, scheduler_address
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.driver.recovery.resume import ResumePoint
@@ -94,20 +99,8 @@ class Collection:
                 "data= has futures of another client than client=: give the client that made them"
             )
 
-        async def stage_all() -> list[StagedPartition]:
-            futures = self._submitted(client, url, prompt)
-            try:
-                staged: list[StagedPartition] = await client.gather(futures, asynchronous=True)
-            except Exception:
-                written = [future for future in futures if future.status == "finished"]
-                orphans = await client.gather(written, errors="skip", asynchronous=True)
-                await client.cancel(futures, asynchronous=True)
-                _remove(url, [one.part for one in orphans if one.part is not None])
-                raise
-            return staged
-
         try:
-            return complete(client, stage_all, check)
+            return _gathered(client, lambda: self._submitted(client, url, prompt), url, check)
         except FutureCancelledError as error:
             raise DataError(
                 "data: a partition is not there any more: its future, or one that it is made of, "
@@ -136,6 +129,74 @@ class Collection:
                 future = next(computed)
             futures.append(future)
         return futures
+
+
+def _gathered(
+    client: Client,
+    submit: Callable[[], list[Future[StagedPartition]]],
+    url: str,
+    check: Callable[[], None],
+) -> list[StagedPartition]:
+    """Return what the futures that ``submit`` makes come to; parts are removed where one fails."""
+
+    async def gather() -> list[StagedPartition]:
+        futures = submit()
+        try:
+            staged: list[StagedPartition] = await client.gather(futures, asynchronous=True)
+        except Exception:
+            written = [future for future in futures if future.status == "finished"]
+            orphans = await client.gather(written, errors="skip", asynchronous=True)
+            await client.cancel(futures, asynchronous=True)
+            _remove(url, [one.part for one in orphans if one.part is not None])
+            raise
+        return staged
+
+    return complete(client, gather, check)
+
+
+def _in_types_of(
+    schema: pa.Schema,
+    staged: Sequence[StagedPartition],
+    client: Client,
+    url: str,
+    check: Callable[[], None],
+) -> list[Part]:
+    """Return the parts of all partitions. Those whose types are not those of ``schema`` are written
+    again by workers, which read what is stored: no partition is computed twice.
+
+    DataError for a part that cannot be read or written; all parts of ``staged`` are there then.
+    """
+    parts = {number: one.part for number, one in enumerate(staged) if one.part is not None}
+    others = []
+    for number in parts:
+        if not staged[number].has_types_of(schema):
+            others.append(number)
+    if not others:
+        return list(parts.values())
+    kinds = schema.serialize().to_pybytes()
+
+    def submit() -> list[Future[StagedPartition]]:
+        return [
+            client.submit(
+                restage_partition, staged[number], url, kinds, pure=False, retries=_RETRIES
+            )
+            for number in others
+        ]
+
+    try:
+        again = _gathered(client, submit, url, check)
+    except UserError:
+        raise
+    except Exception as error:
+        raise DataError(
+            "data: a partition cannot be written again in the types of the others: it "
+            f"{exception_text_with_place(error)}"
+        ) from error
+    _remove(url, [parts[number] for number in others])
+    for number, one in zip(others, again, strict=True):
+        assert one.part is not None
+        parts[number] = one.part
+    return list(parts.values())
 
 
 def write_dataset(
@@ -173,6 +234,7 @@ def write_dataset(
         may_replace = True
     try:
         schema = _schema_of(staged)
+        parts = _in_types_of(schema, staged, client, url, caller.stop.check)
         content = content_digest(schema, parts)
         has_same_rows = _compare(url, there, content, may_replace=may_replace)
     except UserError:

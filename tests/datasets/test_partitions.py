@@ -1,5 +1,7 @@
 """A partition of a Dask collection becomes a part of a table with the same rows, or is refused."""
 
+from uuid import uuid4
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,7 +12,12 @@ from siirl_storage import commit, open_table
 
 from siirl_dask.coordinator.source import Source, source_schema
 from siirl_dask.datasets import ImportRequest, import_data
-from siirl_dask.datasets.partitions import common_schema, partition_table, stage_partition
+from siirl_dask.datasets.partitions import (
+    common_schema,
+    partition_table,
+    restage_partition,
+    stage_partition,
+)
 from siirl_dask.driver.checks.prompt_rows import check_rows
 from siirl_dask.errors import DataError
 from siirl_dask.tables.content import content_digest
@@ -120,6 +127,40 @@ def test_a_column_without_values_in_one_partition_has_the_type_of_the_others(tmp
         {"prompt": "a", "hint": None},
         {"prompt": "b", "hint": "x"},
     ]
+
+
+LEAVES = {"name": st.text(max_size=3), "tokens": st.integers(-9, 9)}
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.just("user")},
+        optional={
+            **{name: st.none() | leaf for name, leaf in LEAVES.items()},
+            "parts": st.lists(
+                st.fixed_dictionaries({"kind": st.none()}, optional=LEAVES), max_size=2
+            ),
+        },
+    ),
+    max_size=2,
+)
+BAG_ROWS = st.lists(
+    st.fixed_dictionaries({"prompt": MESSAGES, "extra": st.none() | MESSAGES}),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(rows=BAG_ROWS, size=st.integers(1, 3))
+def test_a_bags_rows_are_the_same_however_it_is_partitioned(rows, size):
+    url = f"memory://bags/{uuid4().hex}"
+    staged = []
+    for first in range(0, len(rows), size):
+        staged.append(stage_partition(rows[first : first + size], url, "prompt"))
+    assert [one.problem for one in staged if one.part is None] == []
+    schema = common_schema(staged)
+    kinds = schema.serialize().to_pybytes()
+    parts = [restage_partition(one, url, kinds).part for one in staged]
+    table = commit(url, parts, schema=schema, new=True).to_table()
+    assert table.to_pylist() == partition_table(rows).to_pylist()
 
 
 @pytest.mark.parametrize(

@@ -199,3 +199,22 @@ def test_a_worker_that_is_killed_meanwhile_changes_nothing(config, tmp_path):
     with local_cluster(1) as cluster, Client(cluster, set_as_default=False) as client:
         expected, _ = write(other, client, [delayed(one) for one in undisturbed])
     assert content_digest(table.schema, table.parts) == expected.properties[CONTENT]
+
+
+def test_partitions_whose_messages_have_other_keys_are_one_table(client, config):
+    first = {"prompt": [{"role": "user", "content": "1+1"}], "answer": "2", "tags": []}
+    second = {
+        "prompt": [{"role": "user", "content": "x", "name": "a"}],
+        "answer": "2",
+        "tags": ["b"],
+    }
+    bag = dask.bag.from_sequence([first, second, first], npartitions=3)
+    table, said = write(config, client, bag)
+    messages = [dict(row["prompt"][0]) for row in table.to_table().to_pylist()]
+    assert [message["name"] for message in messages] == [None, "a", None]
+    assert [row["tags"] for row in table.to_table().to_pylist()] == [[], ["b"], []]
+    stored = [path.name for path in Path(config.data.url).rglob("*.parquet")]
+    assert len(stored) == len(table.parts) == 3, "what was written in other types is removed"
+    again, said = write(config, client, bag)
+    assert "has this collection already" in said
+    assert again.digest == table.digest
