@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from glob import has_magic
 from shlex import quote
 
 import pyarrow as pa
@@ -21,7 +22,7 @@ from siirl_storage import (
 
 from siirl_dask.config import DataConfig, parse_bytes
 from siirl_dask.coordinator.transport.messages import check_types
-from siirl_dask.errors import ConfigError, DataError, did_you_mean
+from siirl_dask.errors import ConfigError, DataError, counted, did_you_mean
 from siirl_dask.schema import (
     ANSWER,
     IDENTITY,
@@ -246,10 +247,18 @@ def _unhidden(names: Iterable[str]) -> list[str]:
 
 
 def refuse_text(url: str) -> None:
-    """Raise DataError where JSON or CSV is at ``url``, which has no table: with the command that
-    makes a table of it.
+    """Raise DataError where JSON or CSV is at ``url``, which has no table, or where it is a pattern
+    of files: with the command that makes a table of them.
     """
     fs, path = open_fs(url)
+    files = fs.glob(path) if has_magic(path) else []
+    if files:
+        raise DataError(
+            f"dataset {url!r} is a pattern of {counted(len(files), 'file')}, and a run reads one "
+            "file, a folder, or a table: name their folder, or make a table of them with\n"
+            f"    siirl-dask data import {quote(url)} TABLE\n"
+            "and name TABLE instead"
+        )
     found = _TEXT.search(path)
     table = _TEXT.sub("", url)
     if found is None:

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from siirl_dask.coordinator.dataloader import Source, open_source
+from siirl_dask.coordinator.source import exists
 from siirl_dask.datasets import ColumnMapping, ImportRequest, import_data
 from siirl_dask.errors import DataError
 
@@ -77,3 +78,16 @@ def test_types_in_one_of_which_a_value_is_written_otherwise_are_refused(name, tu
     with pytest.raises(DataError, match=r"column 'answer' is .*give it a type, as in --type"):
         imported(folder, to=tmp_path / "table")
     assert not (tmp_path / "table").exists()
+
+
+@pytest.mark.parametrize("pattern", ["*.parquet", "[0-9].parquet", "?.*"])
+def test_a_pattern_is_no_dataset_and_is_refused_with_the_command_that_reads_it(pattern, tmp_path):
+    url = f"{with_types(tmp_path / 'of two', [pa.string(), pa.string()])}/{pattern}"
+    source = Source(url=url, prompt="prompt", answer="answer")
+    for look in (open_source, lambda source: exists(source.url)):
+        with pytest.raises(DataError, match=r"is a pattern of 2 files.*\n.*data import '.*' TABLE"):
+            look(source)
+    assert imported(url, to=tmp_path / "table").num_rows == 2
+    literal = tmp_path / "a[1]*"
+    with_types(literal, [pa.string()])
+    open_source(Source(url=str(literal), prompt="prompt", answer="answer"))
