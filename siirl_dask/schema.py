@@ -276,6 +276,21 @@ def decoded(kind: DataType, leaf: Callable[[DataType], DataType] = lambda kind: 
     return leaf(kind)
 
 
+def loaded_type(kind: DataType) -> DataType:
+    """Return the type in which workers hold a dataset's column: decoded, with offsets of 64 bits, and
+    texts for what is null in every row within lists and structs, which may be anything.
+
+    Arrow's cast fails for nulls in lists (pyarrow 26).
+    """
+    if pa.types.is_null(kind):
+        return kind
+    return with_large_offsets(decoded(kind, _text_for_null))
+
+
+def _text_for_null(kind: DataType) -> DataType:
+    return pa.string() if pa.types.is_null(kind) else kind
+
+
 def _decoded(field: pa.Field, leaf: Callable[[DataType], DataType]) -> pa.Field:
     return field.with_type(decoded(field.type, leaf))
 

@@ -44,7 +44,7 @@ from siirl_dask.schema import (
     TOKENS,
     TYPES,
 )
-from siirl_dask.tables import Ints, split
+from siirl_dask.tables import Ints, path_steps, split
 
 __all__ = ["Dataloader", "Source", "open_source", "source_schema"]
 
@@ -179,7 +179,11 @@ class _TableReader:
         self.limit = source.read_limit
         self._name = name
         self._known = snapshot.schema.names
-        self._paths = {PROMPT: source.prompt, ANSWER: source.answer}
+        # names that lead to the values of a column; all other columns are the table's own
+        self._paths = {
+            PROMPT: path_steps(source.prompt, self._known),
+            ANSWER: path_steps(source.answer, self._known),
+        }
         self._rows = RowReader(source.url, snapshot, source.read_limit, int(source.keep * part))
         self._origins = _origins(snapshot)
 
@@ -204,17 +208,17 @@ class _TableReader:
             DATA_ROW: pa.array(numbers, TYPES[DATA_ROW]),
         }
         own = (*IDENTITY, *ORIGIN)
-        paths = {name: self._paths.get(name, name) for name in schema.names if name not in own}
+        paths = {name: self._paths.get(name, [name]) for name in schema.names if name not in own}
         if self._name is not None and SOURCE_NAME in paths:
             del paths[SOURCE_NAME]
             columns[SOURCE_NAME] = pa.repeat(pa.scalar(self._name, TYPES[SOURCE_NAME]), len(rows))
-        top_level = {path.split(".")[0] for path in paths.values()}
+        top_level = {path[0] for path in paths.values()}
         names = tuple(sorted(top_level.intersection(self._known)))
         table = None
         if names:
             table = self._rows.read(rows, following, names)
         for name, path in paths.items():
-            first, *rest = path.split(".")  # into the structs of the table
+            first, *rest = path  # into the structs of the table
             if table is None or first not in names:
                 columns[name] = pa.nulls(len(rows), schema.field(name).type)
             elif rest:

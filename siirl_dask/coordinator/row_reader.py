@@ -18,7 +18,7 @@ from siirl_storage import FooterCache, RowGroup, Snapshot, StorageError, TooLarg
 
 from siirl_dask.coordinator.data_order import RowPosition
 from siirl_dask.errors import DataError
-from siirl_dask.schema import decoded, with_large_offsets
+from siirl_dask.schema import loaded_type
 from siirl_dask.tables import Ints, decode_column
 
 _UNPACKED = 4  # a guess: bytes that a row takes, for each of its bytes in the file
@@ -187,7 +187,7 @@ class RowReader:
         fields = []
         arrays = []
         for field in table.schema:
-            kind = with_large_offsets(decoded(field.type))
+            kind = loaded_type(field.type)
             fields.append(pa.field(field.name, kind))
             arrays.append(decode_column(table[field.name], kind))
         table = pa.Table.from_arrays(arrays, schema=pa.schema(fields))

@@ -6,14 +6,23 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from glob import has_magic
 from shlex import quote
 
 import pyarrow as pa
-from siirl_storage import Snapshot, StorageError, TableNotFound, list_files, open_fs, open_table
+from siirl_storage import (
+    PartsDiffer,
+    Snapshot,
+    StorageError,
+    TableNotFound,
+    list_files,
+    open_fs,
+    open_table,
+)
 
 from siirl_dask.config import DataConfig, parse_bytes
 from siirl_dask.coordinator.transport.messages import check_types
-from siirl_dask.errors import ConfigError, DataError, did_you_mean
+from siirl_dask.errors import ConfigError, DataError, counted, did_you_mean
 from siirl_dask.schema import (
     ANSWER,
     IDENTITY,
@@ -21,10 +30,11 @@ from siirl_dask.schema import (
     PROMPT,
     SOURCE_NAME,
     TYPES,
-    decoded,
     is_index_column,
+    loaded_type,
     with_large_offsets,
 )
+from siirl_dask.tables import path_steps
 
 _OWN = (*IDENTITY, *ORIGIN)  # columns that no dataset has
 # what names of JSON and CSV end in
@@ -162,6 +172,12 @@ def open_source(source: Source) -> Snapshot:
     except TableNotFound as error:
         refuse_text(source.url)
         raise DataError(f"dataset {source.url!r}: {error}") from error
+    except PartsDiffer as error:
+        raise DataError(
+            f"dataset {source.url!r}: {error}. Make one table of them with\n"
+            f"    siirl-dask data import {quote(source.url)} {quote(source.url.rstrip('/') + '-table')}\n"
+            "which says what to choose where types have none in common"
+        ) from error
     except StorageError as error:
         raise DataError(f"dataset {source.url!r}: {error}") from error
     except Exception as error:  # drivers of remote storage raise what they like
@@ -231,10 +247,18 @@ def _unhidden(names: Iterable[str]) -> list[str]:
 
 
 def refuse_text(url: str) -> None:
-    """Raise DataError where JSON or CSV is at ``url``, which has no table: with the command that
-    makes a table of it.
+    """Raise DataError where JSON or CSV is at ``url``, which has no table, or where it is a pattern
+    of files: with the command that makes a table of them.
     """
     fs, path = open_fs(url)
+    files = fs.glob(path) if has_magic(path) else []
+    if files:
+        raise DataError(
+            f"dataset {url!r} is a pattern of {counted(len(files), 'file')}, and a run reads one "
+            "file, a folder, or a table: name their folder, or make a table of them with\n"
+            f"    siirl-dask data import {quote(url)} TABLE\n"
+            "and name TABLE instead"
+        )
     found = _TEXT.search(path)
     table = _TEXT.sub("", url)
     if found is None:
@@ -275,14 +299,15 @@ def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
 
     Texts, binary values and lists have offsets of 64 bits, whatever the files have: samples of a
     prompt repeat it. Dictionaries (pandas' categories), views (polars' texts, lists) and runs are
-    decoded. Index columns of dataframes are left out.
+    decoded. Index columns of dataframes are left out. What is null in every row within a list or a
+    struct is a text.
 
     DataError when a column is missing, has a reserved name, or has a type that cannot move between
     workers.
     """
     schema = pa.schema(
         [
-            field.with_type(decoded(field.type))
+            field.with_type(loaded_type(field.type))
             for field in schema
             if not is_index_column(field.name)
         ]
@@ -299,9 +324,17 @@ def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
                 f"dataset {source.url!r} has a column {field.name!r}: rename it, that name is taken"
             )
         fields.setdefault(field.name, with_large_offsets(field.type))
-    loaded = pa.schema(fields)
-    check_types(loaded)
-    return loaded
+    for name, kind in fields.items():
+        try:
+            check_types(pa.schema({name: kind}))
+        except DataError as error:
+            column = paths.get(name, name)
+            command = f"siirl-dask data import {quote(source.url)} TABLE"
+            raise DataError(
+                f"dataset {source.url!r}: {error}: {command} --drop {quote(column)} makes a table "
+                f"without it, and --type {quote(column)}=string one where a number is a text"
+            ) from error
+    return pa.schema(fields)
 
 
 def _column_type(schema: pa.Schema, path: str, source: Source, key: str) -> pa.DataType:
@@ -309,10 +342,10 @@ def _column_type(schema: pa.Schema, path: str, source: Source, key: str) -> pa.D
     none.
     """
     kind = pa.struct(list(schema))
-    for name in path.split("."):
+    for name in path_steps(path, schema.names):
         if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
             known = [field.name for field in kind] if pa.types.is_struct(kind) else []
-            within = f": no {name!r}" if "." in path else ""
+            within = f": no {name!r}" if name != path else ""
             raise DataError(
                 f"dataset {source.url!r} has no column {path!r}{within} (there is: {known})"
                 f"{did_you_mean(name, known)}; {key} names it"

@@ -57,6 +57,8 @@ def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
     if pa.types.is_dictionary(array.type):
         return _cast(array.dictionary_decode(), kind)
     types = pa.types
+    if types.is_struct(array.type) and types.is_struct(kind) and _names(array.type) <= _names(kind):
+        return _struct(array, kind)
     if (types.is_list(array.type) or types.is_large_list(array.type)) and types.is_list(kind):
         items = _cast(array.flatten(), kind.value_type)
         lengths = pc.fill_null(pc.list_value_length(array), 0).cast(pa.int64())
@@ -75,6 +77,21 @@ def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
     if types.is_boolean(kind) and _is_number(array.type):
         _refuse(array, pc.not_equal(made.cast(array.type), array), "is neither 0 nor 1")
     return made
+
+
+def _struct(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Return structs in a type with all their fields, null where they have none."""
+    fields = []
+    for field in kind:
+        if field.name in _names(array.type):
+            fields.append(_cast(pc.struct_field(array, field.name), field.type))
+        else:
+            fields.append(pa.nulls(len(array), field.type))
+    return pa.StructArray.from_arrays(fields, fields=list(kind), mask=array.is_null())
+
+
+def _names(kind: pa.DataType) -> set[str]:
+    return {field.name for field in kind}
 
 
 def _whole(texts: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -21,6 +21,7 @@ from glob import escape, has_magic
 import pyarrow as pa
 from fsspec import AbstractFileSystem
 from siirl_storage import (
+    PartsDiffer,
     Snapshot,
     StorageError,
     TableNotFound,
@@ -32,6 +33,7 @@ from siirl_storage import (
     open_input,
     open_table,
 )
+from siirl_storage.formats import FIRST_BYTES, stand_in
 
 from siirl_dask.coordinator import data_files, splits_of
 from siirl_dask.datasets.ecosystem_rows import EcosystemRows
@@ -275,7 +277,12 @@ def _open_folder(
         )
     if set(kinds.values()) == {InputKind.PARQUET}:
         # with columns from the names of folders
-        return _with_skipped([_open_table(source, source)], skipped)
+        try:
+            return _with_skipped([_open_table(source, source)], skipped)
+        except PartsDiffer:
+            if any("=" in name.rpartition("/")[0] for name in kinds):
+                raise
+            # one by one they are inputs of different columns, as from a glob
     opened = _open_files(
         source, fs, {f"{path.rstrip('/')}/{name}": kind for name, kind in kinds.items()}, separator
     )
@@ -380,7 +387,11 @@ def _open_file(source: str, fs: AbstractFileSystem, path: str) -> InputRows:
     url = full_name(fs, path)
     if kind_of(path) is InputKind.ARROW:
         with open_input(fs, path) as file:
-            if file.read(len(_ARROW_FILE)) != _ARROW_FILE:
+            first = file.read(FIRST_BYTES)
+            other = stand_in(first)
+            if other is not None:
+                raise DataError(f"{url} cannot be read: {other}")
+            if not first.startswith(_ARROW_FILE):
                 file.seek(0)
                 schema = pa.ipc.open_stream(file).schema
                 return InputRows(

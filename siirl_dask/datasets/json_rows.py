@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 from fsspec import AbstractFileSystem
 from siirl_storage import full_name, open_input
+from siirl_storage.formats import FIRST_BYTES, stand_in
 
 from siirl_dask.datasets.whole_tables import CURE, table_in_one_object
 from siirl_dask.errors import DataError, clause
@@ -92,12 +93,16 @@ def _texts(fs: AbstractFileSystem, path: str) -> Iterator[str]:
 @contextmanager
 def open_text(fs: AbstractFileSystem, path: str) -> Iterator[pa.NativeFile]:
     """Open a file to be read from its beginning, unpacked where its name ends in .gz or .zst.
-    DataError for one that is not packed so, or is damaged.
+    DataError for one that is not packed so, or is damaged, and for what stands in its place.
     """
     compression = next(
         (kind for ending, kind in _COMPRESSIONS.items() if path.lower().endswith(ending)), None
     )
     with open_input(fs, path) as file:
+        other = stand_in(file.read(FIRST_BYTES))
+        if other is not None:
+            raise DataError(f"{full_name(fs, path)} cannot be read: {other}")
+        file.seek(0)
         if compression is None:
             yield file
             return

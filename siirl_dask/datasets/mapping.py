@@ -14,7 +14,7 @@ from siirl_dask.datasets.casting import cast, first_unfit
 from siirl_dask.datasets.chat_messages import MESSAGES, ChatColumn, as_messages
 from siirl_dask.datasets.column_paths import extract, type_at
 from siirl_dask.errors import ConfigError, DataError, clause, did_you_mean
-from siirl_dask.schema import IDENTITY, decoded, is_index_column
+from siirl_dask.schema import IDENTITY, ORIGIN, decoded, is_index_column
 
 _SCALARS = (
     *("string", "large_string", "binary", "large_binary", "bool"),
@@ -57,7 +57,7 @@ class ColumnMapping:
         }
         if self.chat is not None and self.chat.name in kinds:
             kinds[self.chat.name] = self._messages_of(self.chat, source, name)
-        if reserved := [column for column in kinds if column in IDENTITY]:
+        if reserved := [column for column in kinds if column in (*IDENTITY, *ORIGIN)]:
             raise DataError(
                 f"{name!r}: the column {reserved[0]!r} has a name that training needs for itself: "
                 "give it another, "
@@ -172,59 +172,62 @@ def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
             )
         for one in other:
             here = schema.field(one.name)
-            kind = common_type(here.type, one.type)
-            if kind is None:
+            both = common_type(here.type, one.type)
+            if both is None:
                 raise DataError(
                     f"column {one.name!r} is {_name_of(here.type)} in {first!r} and "
                     f"{_name_of(one.type)} in {name!r}: "
                     f"give it a type, as in --type {one.name}=string"
                 )
-            schema = schema.set(schema.get_field_index(one.name), here.with_type(kind))
+            schema = schema.set(schema.get_field_index(one.name), here.with_type(both))
     return schema
 
 
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return the type that holds the values of two: a struct with the keys of both, wider numbers
-    of a kind, any type instead of nulls, also within lists and structs.
-
-    None where there is none, and where whole numbers would become floats, or texts bytes.
+    """Return a type for the values of both, each written as before: wider numbers of a kind, structs
+    with the fields of both, any type instead of nulls. None where there is none.
     """
-    if _changes_values(one, other):
+    if _would_change(one, other):
         return None
-    schemas = [pa.schema({"value": kind}) for kind in (one, other)]
+    schemas = [pa.schema({"values": kind}) for kind in (one, other)]
     try:
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except pa.ArrowException:
         return None
 
 
-def _changes_values(one: pa.DataType, other: pa.DataType) -> bool:
-    """Return whether Arrow's common type changes values: 5 would be 5.0, and 'a' b'a'."""
-    types = pa.types
-    if types.is_struct(one) and types.is_struct(other):
-        names = {field.name for field in one} & {field.name for field in other}
-        return any(_changes_values(one.field(name).type, other.field(name).type) for name in names)
+def _would_change(one: pa.DataType, other: pa.DataType) -> bool:
+    """Return whether Arrow's type for both writes a value otherwise: 5 as 5.0, a text as bytes."""
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        shared = {field.name for field in one} & {field.name for field in other}
+        return any(_would_change(one.field(name).type, other.field(name).type) for name in shared)
     if one.num_fields and one.num_fields == other.num_fields:
         return any(
-            _changes_values(one.field(number).type, other.field(number).type)
+            _would_change(one.field(number).type, other.field(number).type)
             for number in range(one.num_fields)
         )
-    kinds = {_kind_of_values(one), _kind_of_values(other)}
-    return kinds in ({"whole", "float"}, {"text", "bytes"})
+    written = _written_as(one)
+    if not written or not _written_as(other):
+        return False
+    return written != _written_as(other)
 
 
-def _kind_of_values(kind: pa.DataType) -> str:
-    """Return "whole", "float", "text" or "bytes"; for any other type its name."""
+def _written_as(kind: pa.DataType) -> str:
+    """Return a word for how values of a type are written; "" for types that only go with their own
+    kind.
+    """
     types = pa.types
     if types.is_integer(kind):
-        return "whole"
+        return "digits"
     if types.is_floating(kind):
-        return "float"
+        return "digits with a point"
+    if types.is_decimal(kind):
+        return f"{kind.scale} digits behind a point"
     if types.is_string(kind) or types.is_large_string(kind):
         return "text"
     if types.is_binary(kind) or types.is_large_binary(kind):
         return "bytes"
-    return str(kind)
+    return ""
 
 
 def _no_column(column: str, known: Iterable[str], name: str) -> str:

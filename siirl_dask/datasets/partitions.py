@@ -20,6 +20,7 @@ from siirl_dask.datasets.casting import cast
 from siirl_dask.datasets.mapping import common_type, storable
 from siirl_dask.errors import DataError
 from siirl_dask.schema import decoded, is_index_column
+from siirl_dask.tables import path_steps
 from siirl_dask.wording import exception_text
 
 _ROW_GROUP_BYTES = 2**24  # before they are encoded, as data import writes
@@ -127,7 +128,7 @@ def _chat_as_text(table: pa.Table, prompt: str) -> str:
     A dataframe of Dask makes texts of all objects unless it is asked not to: a model would learn
     from ``"[{'role': 'user', ..."``.
     """
-    column, *fields = prompt.split(".")
+    column, *fields = path_steps(prompt, table.column_names)
     if column not in table.column_names:
         return ""  # which the check of the dataset's columns reports
     prompts = table[column]
@@ -246,8 +247,8 @@ def stage_again(staged: StagedPartition, url: str, schema: pa.Schema) -> StagedP
     columns = []
     for field in schema:
         try:
-            columns.append(table[field.name].cast(field.type))
-        except pa.ArrowException as error:  # a number beyond the range of the others
+            columns.append(cast(table[field.name], field.type).combine_chunks())
+        except (pa.ArrowException, ValueError) as error:  # a number beyond the range of the others
             problem = f"column {field.name!r} cannot be {field.type}: {error}"
             return replace(staged, part=None, problem=problem)
     table = pa.table(columns, schema=schema)

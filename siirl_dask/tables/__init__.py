@@ -2,6 +2,7 @@
 has stored them.
 """
 
+from siirl_dask.tables.column_path import path_steps
 from siirl_dask.tables.decoding import decode_array, decode_column, decoded_column, needs_decoding
 from siirl_dask.tables.rows import (
     Ints,
@@ -33,6 +34,7 @@ __all__ = [
     "needs_decoding",
     "once_per_group",
     "one_of_each_group",
+    "path_steps",
     "read_kept_rows",
     "read_stored_rows",
     "rows_at",

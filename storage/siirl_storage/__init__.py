@@ -17,7 +17,14 @@ from siirl_storage.committed import (
     stage_part,
 )
 from siirl_storage.digests import FileDigest, digest_file
-from siirl_storage.errors import Conflict, CorruptPart, StorageError, TableNotFound, TooLarge
+from siirl_storage.errors import (
+    Conflict,
+    CorruptPart,
+    PartsDiffer,
+    StorageError,
+    TableNotFound,
+    TooLarge,
+)
 from siirl_storage.files import (
     absolute,
     full_disk_named,
@@ -59,6 +66,7 @@ __all__ = [
     "FooterCache",
     "Format",
     "Part",
+    "PartsDiffer",
     "PartsRecord",
     "RowGroup",
     "Snapshot",

@@ -41,6 +41,10 @@ class CorruptPart(StorageError):
         )
 
 
+class PartsDiffer(StorageError):
+    """The files of a folder have columns of different names or types: they are no one table."""
+
+
 class TooLarge(StorageError):
     """A row group, or the rows that were asked for, take more memory once decoded than the
     reader allows.

@@ -4,6 +4,7 @@ are row groups.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,10 @@ ROWS_PER_GROUP = 1024
 """Default rows of a row group, the unit that one worker reads: a few MB for prompts, about 100
 MB for long contexts."""
 
+FIRST_BYTES = 256
+"""Bytes of a file by which ``stand_in`` tells what it is."""
+_LFS = b"version https://git-lfs.github.com/spec/"
+_PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
 _SMALL = 2**16  # bytes of a table before it is encoded
 _ENDINGS = {".parquet": Format.PARQUET, ".arrow": Format.ARROW, ".feather": Format.ARROW}
 ENDINGS = ", ".join(_ENDINGS)
@@ -215,6 +220,23 @@ def parquet_footer(file: pq.ParquetFile) -> Footer:
     return Footer(file.schema_arrow, tuple(rows))
 
 
+def stand_in(first: bytes) -> str | None:
+    """Return in words what was left in the place of a file that begins with these bytes, and what to
+    do; None for one that may be what its name says.
+    """
+    if first.startswith(_LFS):
+        return (
+            "it is a pointer of Git LFS in the place of the file: `git lfs pull` in its repository "
+            "fetches that"
+        )
+    if _PAGE.match(first):
+        return (
+            "it is a web page in the place of the file, as servers send where a file is not there or "
+            "needs a login: fetch the file itself"
+        )
+    return None
+
+
 @contextmanager
 def damage(fs: AbstractFileSystem, path: str) -> Iterator[None]:
     """Convert Arrow's errors on bad bytes to CorruptPart; errors of the store itself pass
@@ -229,10 +251,21 @@ def damage(fs: AbstractFileSystem, path: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CorruptPart(full_name(fs, path), "it is not there") from error
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise CorruptPart(full_name(fs, path), str(error)) from error
+        raise CorruptPart(full_name(fs, path), _reason(fs, path, error)) from error
     except OSError as error:
         if error.errno is not None:
             raise
-        raise CorruptPart(
-            full_name(fs, path), str(error)
-        ) from error  # Arrow's own: bad Thrift, page checksum
+        # Arrow's own: bad Thrift, page checksum
+        raise CorruptPart(full_name(fs, path), _reason(fs, path, error)) from error
+
+
+def _reason(fs: AbstractFileSystem, path: str, error: Exception) -> str:
+    """Return why bytes are no part: what stands in its place, or Arrow's own words."""
+    try:
+        with open_input(fs, path) as file:
+            other = stand_in(file.read(FIRST_BYTES))
+    except Exception:  # a store that fails just now: what it has read is told
+        other = None
+    if other is not None:
+        return other
+    return str(error)

@@ -15,7 +15,7 @@ from fsspec import AbstractFileSystem
 
 from siirl_storage import hive
 from siirl_storage.committed import by_folder, is_numbered, whole_folders
-from siirl_storage.errors import StorageError, TableNotFound
+from siirl_storage.errors import PartsDiffer, TableNotFound
 from siirl_storage.files import at, check_reached, full_name, list_files, open_fs, parent
 from siirl_storage.formats import ENDINGS, Footer, format_of, read_footer
 from siirl_storage.parts import Part
@@ -31,7 +31,7 @@ def open_plain(url: str) -> Snapshot:
 
     Files and folders whose names begin with ``_`` or ``.`` are skipped, as Spark and Arrow do, and
     so are parts that the record of their folder does not list (see committed.py). TableNotFound if
-    nothing is left; CorruptPart for a file that cannot be read; StorageError if two files do not
+    nothing is left; CorruptPart for a file that cannot be read; PartsDiffer if two files do not
     have the same columns.
     """
     fs, root = open_fs(url)
@@ -130,7 +130,7 @@ def _common_schema(
             continue
         differs = difference(_with_types(schema, own), own)
         if differs:
-            raise StorageError(
+            raise PartsDiffer(
                 f"{full_name(fs, at(root, name))} does not go with {names[0]}: it {differs}"
             )
         schema = pa.unify_schemas([schema, own])

@@ -48,9 +48,27 @@ def conform(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
     if differs:
         raise StorageError(f"{where} {differs}")
     try:
-        return table.select(schema.names).cast(schema)
+        return with_fields(table, schema)
     except (
         pa.ArrowException,
         ValueError,
     ) as error:  # a plain ValueError for a null where none may be
         raise StorageError(f"{where} does not fit the table's schema: {error}") from error
+
+
+def with_fields(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the columns of ``schema``, in its order, with its types. ArrowInvalid for values that do
+    not fit, ValueError for a null where none may be.
+
+    A column that has its type already stays as it is: Arrow's own cast fails for nulls in lists,
+    such as those of a key that is null in all chat messages (pyarrow 26).
+    """
+    columns = []
+    for field in schema:
+        column = table[field.name]
+        if column.null_count and not field.nullable:
+            raise ValueError(f"column {field.name!r} has nulls, and may have none")
+        if column.type != field.type:
+            column = column.cast(field.type)
+        columns.append(column)
+    return pa.Table.from_arrays(columns, schema=schema)

@@ -20,7 +20,7 @@ from siirl_storage.footers import FooterCache
 from siirl_storage.formats import Format, format_of
 from siirl_storage.parts import Part
 from siirl_storage.reading import read_batches, read_rows
-from siirl_storage.schemas import difference
+from siirl_storage.schemas import difference, with_fields
 
 if TYPE_CHECKING:
     import pyarrow.dataset as ds
@@ -236,7 +236,7 @@ def _as_promised(table: pa.Table, schema: pa.Schema, fs: AbstractFileSystem, pat
     if differs:
         raise CorruptPart(full_name(fs, path), f"it {differs}")
     try:
-        return table.select(schema.names).cast(schema)
+        return with_fields(table, schema)
     except (pa.ArrowException, ValueError) as error:
         raise CorruptPart(full_name(fs, path), str(error)) from error
 

@@ -6,6 +6,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import s3fs
+from pyarrow import feather
 from siirl_storage import Snapshot
 
 from siirl_dask.config import DataConfig
@@ -49,6 +50,53 @@ def test_columns_are_renamed_structs_opened_and_others_kept(url):
     assert table.column_names == list(COLUMNS)
     assert table["prompt"].to_pylist() == [f"p{i}" for i in table["answer"].to_pylist()]
     assert table["extra"].to_pylist() == table["answer"].to_pylist()
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+@pytest.mark.parametrize("prompt", ["q", "q.text", "q.text.en"])
+@pytest.mark.parametrize("others", [[], ["q.text"], ["meta", "meta.truth"], ["meta.truth.is"]])
+def test_a_name_with_dots_is_a_columns_before_it_is_a_path(tmp_path, ending, prompt, others):
+    """json_normalize of pandas and flattened datasets write such names."""
+    rows = {name: [f"{name} {row}" for row in range(5)] for name in {prompt, *others}}
+    if "meta" in others:
+        rows["meta"] = [{"truth": row} for row in range(5)]
+    if prompt != "q":
+        rows["q"] = [{"text": "of the struct"}] * 5
+    file = tmp_path / f"train.{ending}"
+    if ending == "parquet":
+        pq.write_table(pa.table(rows), file)
+    else:
+        feather.write_feather(pa.table(rows), file, compression="uncompressed")
+    given = source(str(file), prompt=prompt, answer=prompt, batch_size=5, seed=None)
+    loader = Dataloader(given)
+    table = loader.load(0, ["prompt", "answer", *rows], 0, 1)
+    loader.close()
+    assert table.to_pydict() == {"prompt": rows[prompt], "answer": rows[prompt], **rows}
+
+
+NULL_KEY = {"role": "user", "name": None, "parts": [{"kind": None}, {"kind": None}]}
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+@pytest.mark.parametrize("group", [1, 4, 6])
+def test_a_key_that_is_null_in_all_messages_is_read(tmp_path, ending, group):
+    """pandas and Table.from_pylist give it the type null, whose cast within lists fails."""
+    rows = {
+        "q": [[NULL_KEY, NULL_KEY], [NULL_KEY], [], None, [NULL_KEY] * 3, [NULL_KEY]],
+        "a": [{"tags": [None, None]}, None, {"tags": None}, {"tags": []}, {"tags": [None]}, None],
+    }
+    file = tmp_path / f"train.{ending}"
+    if ending == "parquet":
+        pq.write_table(pa.table(rows), file, row_group_size=group)
+    else:
+        feather.write_feather(pa.table(rows), file, compression="uncompressed", chunksize=group)
+    given = source(str(file), answer="a.tags", batch_size=None, seed=None)
+    assert open_source(given).to_table().to_pydict() == rows
+    loader = Dataloader(given)
+    table = loader.load(0, ["prompt", "a"], 0, 1)
+    loader.close()
+    table = table.cast(table.schema)
+    assert table.to_pydict() == {"prompt": rows["q"], "a": rows["a"]}
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])

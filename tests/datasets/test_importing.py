@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from siirl_storage import TableNotFound, join, open_fs, open_table
 
 from siirl_dask.config import Config, DataConfig
-from siirl_dask.coordinator.dataloader import Dataloader, Source
+from siirl_dask.coordinator.dataloader import Dataloader, Source, open_source
 from siirl_dask.datasets import ColumnMapping, ImportRequest, PromptLengths, import_data, parse_type
 from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.rollout.tokenizer import load_tokenizer
+from siirl_dask.schema import IDENTITY, ORIGIN
 from tests.datasets.kinds import KINDS, ROWS, TABLE, json_lines, parquet, stream
 
 MESSAGE = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -468,3 +469,15 @@ def test_an_empty_name_is_no_place_and_no_source(nothing, tmp_path, monkeypatch)
     assert list(empty.iterdir()) == []
     with pytest.raises(DataError, match="names no source"):
         imported(nothing, to=tmp_path / "t")
+
+
+@pytest.mark.parametrize("name", [*IDENTITY, *ORIGIN])
+def test_a_name_that_no_run_takes_is_refused_by_the_import_too(name, tmp_path):
+    pq.write_table(pa.table({"prompt": ["a"], "answer": ["1"], name: [0]}), tmp_path / "a.parquet")
+    file = str(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=name):
+        open_source(Source(url=file, prompt="prompt", answer="answer"))
+    with pytest.raises(DataError, match=f"'{name}' has a name that training needs for itself"):
+        imported(file, to=tmp_path / "table")
+    table = imported(file, to=tmp_path / "table", mapping=ColumnMapping(drop=[name]))
+    open_source(Source(url=table.base, prompt="prompt", answer="answer"))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gzip
 import zipfile
+from itertools import product
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from siirl_dask.cli import main
+from siirl_dask.coordinator.source import Source, open_source
+from siirl_dask.errors import DataError
 
 TEXT = '{"prompt": "a", "answer": "1"}\n'
 
@@ -44,6 +47,37 @@ def test_a_file_that_is_no_text_is_named_by_what_it_is(tmp_path, capsys, said, e
     printed = capsys.readouterr().err
     assert said in printed
     assert str(path) in printed
+    assert not (tmp_path / "table").exists()
+
+
+TEXTS = ("jsonl", "json", "csv", "tsv", "csv.gz", "jsonl.zst")
+TABLES = ("parquet", "arrow", "feather")
+STAND_INS = {
+    "a pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n",
+    "a web page": b"\n<!DOCTYPE html>\n<html><body>404, no such file</body></html>\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("reader", "ending"),
+    [*product(["import", "show"], [*TEXTS, *TABLES]), *product(["run"], TABLES)],
+)
+@pytest.mark.parametrize("said", STAND_INS)
+def test_what_stands_in_the_place_of_a_file_is_named(tmp_path, capsys, said, ending, reader):
+    """A clone without Git LFS has a text of three lines for each file: a table to read CSV."""
+    path = tmp_path / f"rows.{ending}"
+    path.write_bytes(STAND_INS[said])
+    if reader == "run":
+        with pytest.raises(DataError) as refused:
+            open_source(Source(url=str(path), prompt="prompt", answer="answer"))
+        printed = str(refused.value)
+    else:
+        table = [str(tmp_path / "table")] if reader == "import" else []
+        with pytest.raises(SystemExit) as ended:
+            main(["data", reader, str(path), *table])
+        assert ended.value.code == 2
+        printed = capsys.readouterr().err
+    assert f"{path} cannot be read: it is {said} in the place of the file" in printed
     assert not (tmp_path / "table").exists()
 
 

@@ -130,8 +130,19 @@ def test_a_column_without_values_in_one_partition_has_the_type_of_the_others(tmp
     ]
 
 
-CONTENTS = {"content": st.text("ab", max_size=2), "name": st.none() | st.text("ab", max_size=2)}
-MESSAGES = st.lists(st.fixed_dictionaries({"role": st.just("user")}, optional=CONTENTS), max_size=2)
+LEAVES = {"name": st.text(max_size=3), "tokens": st.integers(-9, 9)}
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.just("user")},
+        optional={
+            **{name: st.none() | leaf for name, leaf in LEAVES.items()},
+            "parts": st.lists(
+                st.fixed_dictionaries({"kind": st.none()}, optional=LEAVES), max_size=2
+            ),
+        },
+    ),
+    max_size=2,
+)
 KEYS = {"level": st.integers(0, 9), "tags": st.lists(st.text("ab", max_size=2), max_size=2)}
 NESTED = st.fixed_dictionaries(
     {

@@ -12,16 +12,18 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from siirl_dask.config.file.coerce import escaped
 from siirl_dask.config.file.layers import first_line, override
 from siirl_dask.errors import ConfigError
 
+_READERS = ("oc.env", "oc.decode")  # the second resolves what is in the text that it is given
 _BASE_60 = re.compile(r"\s*[-+]?\d+(:\d+)+\s*")
 
 
 def foreign_values(text: str, name: str) -> dict[str, Any]:
     """Return the mapping of a YAML text that errors call ``name``. An interpolation that asks for
-    an environment variable, or that cannot be resolved, stays as text. ConfigError if it is not
-    YAML, or no mapping.
+    an environment variable, or that cannot be resolved, stays as text, also where others lead to
+    it. ConfigError if it is not YAML, or no mapping.
     """
     try:
         tree = OmegaConf.load(StringIO(text))
@@ -30,11 +32,12 @@ def foreign_values(text: str, name: str) -> dict[str, Any]:
         if error.problem_mark:
             line = error.problem_mark.line + 1
         raise ConfigError(f"{name}:{line}: not YAML: {error.problem}") from error
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
+    except (OSError, YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{name}: not YAML: {first_line(error)}") from error
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{name}: expected a mapping of groups")
-    values: dict[str, Any] = _plain(tree)
+    written = OmegaConf.to_container(tree, resolve=False)
+    values: dict[str, Any] = _plain(OmegaConf.create(_unread(written)))
     return values
 
 
@@ -48,6 +51,18 @@ def foreign_value(text: str) -> Any:
         return override(f"group.key={text}").values["group"]["key"]
     except ConfigError:
         return text
+
+
+def _unread(value: Any) -> Any:
+    """Return plain data in which a text that asks for the environment is no interpolation."""
+    match value:
+        case str() if any(resolver in value for resolver in _READERS):
+            return escaped(value)
+        case dict():
+            return {key: _unread(item) for key, item in value.items()}
+        case list():
+            return [_unread(item) for item in value]
+    return value
 
 
 def _plain(node: DictConfig | ListConfig) -> Any:
@@ -64,8 +79,6 @@ def _leaf(node: DictConfig | ListConfig, key: Any) -> Any:
         text = raw[key]
     if text == "???":
         return None
-    if isinstance(text, str) and "oc.env" in text:
-        return text
     try:
         value = node[key]
     except OmegaConfBaseException:

@@ -212,6 +212,10 @@ def _parse(text: str, name: str, asked_by: str = "") -> dict[str, Any]:
         raise ConfigError(f"{asked_by}{name}{_syntax_error(text, error)}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{asked_by}{name}: {error.full_key}: {first_line(error)}") from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"{asked_by}{name}: its values are nested too deep to be read: expected groups of values"
+        ) from error
     except (OSError, YAMLError) as error:
         raise ConfigError(
             f"{asked_by}{name}: expected a YAML file with groups of values: {error}"
@@ -275,9 +279,9 @@ def override(text: str) -> Layer:
         return Layer(origin, values, depth=1 + max(1, key.count(".")))
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from error
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(
-            f"{origin}: the value of {key} is not YAML: {first_line(error)}"
+            f"{origin:.200}: the value of {key} is not YAML: {first_line(error)}"
         ) from error
 
 

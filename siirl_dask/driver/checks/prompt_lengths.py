@@ -25,7 +25,7 @@ from siirl_dask.models.cache import folder_here
 from siirl_dask.nodes import encode_prompts
 from siirl_dask.planner import Plan, bare
 from siirl_dask.schema import PROMPT
-from siirl_dask.tables import decoded_column
+from siirl_dask.tables import decoded_column, path_steps
 
 if TYPE_CHECKING:
     from siirl_dask.images.processor import ImageProcessor
@@ -229,7 +229,7 @@ def _samples(source: Source, images: str | None) -> Iterator[list[Any]]:
     groups = snapshot.row_groups()
     numbers = random.permutation(len(groups))[: _GROUPS if images is None else _GROUPS_OF_IMAGES]
     rows_of_group = max(_ROWS, ceil(_GROUPS * _ROWS / len(numbers)))
-    column, *path = source.prompt.split(".")
+    column, *path = path_steps(source.prompt, snapshot.schema.names)
     names = [column] if images is None else [column, images]
     for number in numbers:
         group = groups[number]

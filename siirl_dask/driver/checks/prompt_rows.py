@@ -25,7 +25,7 @@ from siirl_dask.models.shapes import weight_shapes
 from siirl_dask.nodes import encode_prompts, sample_until_mixed
 from siirl_dask.planner import DAG, Plan, bare
 from siirl_dask.schema import ENDS_WITH_ANSWER, PROMPT
-from siirl_dask.tables import decoded_column
+from siirl_dask.tables import decoded_column, path_steps
 
 if TYPE_CHECKING:
     from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
@@ -144,7 +144,9 @@ def _rows(source: Source) -> Iterator[tuple[str, pa.ChunkedArray, pa.ChunkedArra
     snapshot = open_source(source)
     footers = FooterCache()
     left = _BYTES
-    names = list(dict.fromkeys([source.prompt.split(".")[0], source.answer.split(".")[0]]))
+    known = snapshot.schema.names
+    paths = [path_steps(source.prompt, known), path_steps(source.answer, known)]
+    names = list(dict.fromkeys(path[0] for path in paths))
     for group in snapshot.row_groups()[:_GROUPS]:
         if left <= 0:
             return
@@ -197,7 +199,7 @@ def _part_as_text(prompts: pa.ChunkedArray) -> str | None:
 
 
 def _values(table: pa.Table, path: str) -> pa.ChunkedArray:
-    column, *fields = path.split(".")
+    column, *fields = path_steps(path, table.column_names)
     values = decoded_column(table[column])
     if fields:
         return pc.struct_field(values, fields)
@@ -218,7 +220,7 @@ def first_prompt(config: Config, plan: Plan, dataset: Dataset) -> FirstPrompt | 
         return None
     source = dataset.sources[0]
     snapshot = open_source(source)
-    column = source.prompt.split(".")[0]
+    column = path_steps(source.prompt, snapshot.schema.names)[0]
     images = config.images.column
     names = [column] if images is None else [column, images]
     group = next(group for group in snapshot.row_groups() if group.rows)

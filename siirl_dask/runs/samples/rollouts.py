@@ -25,7 +25,7 @@ from siirl_storage.formats import read_footer
 
 from siirl_dask.errors import DataError, SiirlError, counted, did_you_mean
 from siirl_dask.runs.absent import hint_if_absent
-from siirl_dask.tables import step_name, step_of
+from siirl_dask.tables import path_steps, step_name, step_of
 
 if TYPE_CHECKING:
     import duckdb
@@ -150,7 +150,7 @@ class Rollouts:
         there is none.
         """
         kind = pa.struct(list(self.schema))
-        names = path.split(".")
+        names = path_steps(path, self.schema.names)
         for name in names:
             known = []
             if pa.types.is_struct(kind):
