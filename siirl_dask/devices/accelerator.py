@@ -301,24 +301,55 @@ def graph_capture(device: torch.device) -> Callable[[Callable[[], None]], Callab
     A step is run twice before it is captured, so that kernels are chosen and libraries have their
     memory; running it again must not change what it computes. Graphs share the memory of what a
     step needs while it runs: only one of them may run at a time, and what it leaves must be in
-    tensors that were there before.
+    tensors that were there before. A step that a graph cannot hold raises, and leaves the thread's
+    stream and torch's allocator as they were.
     """
     pool = torch.cuda.graph_pool_handle()
+    # torch's own for captures is of the device that was the process's first to have one
+    aside = torch.cuda.Stream(device)
 
     def capture(step: Callable[[], None]) -> Callable[[], None]:
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        current = torch.cuda.current_stream(device)
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
             for _ in range(2):
                 step()
-        torch.cuda.current_stream(device).wait_stream(stream)
+        current.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         # other threads of a worker may allocate meanwhile
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            step()
+        capturing = torch.cuda.graph(
+            graph, pool=pool, stream=aside, capture_error_mode="thread_local"
+        )
+        try:
+            # torch leaves its stream current where a capture cannot be ended
+            with torch.cuda.stream(current), capturing:
+                step()
+        except Exception:
+            _end_failed_capture(device, pool, graph)
+            raise
         return graph.replay
 
     return capture
+
+
+_failed_captures: list[Any] = []
+
+
+def _end_failed_capture(device: torch.device, pool: tuple[int, int], graph: Any) -> None:
+    """Let torch's allocator know that a capture is over, which torch does only where the driver
+    could end it.
+
+    Else the allocator takes it to be under way for as long as the process lives, and the next
+    ``empty_cache`` fails (captures_underway in CUDACachingAllocator.h).
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    try:
+        torch._C._cuda_endAllocateToPool(index, pool)
+    except RuntimeError:
+        return  # the driver ended it, and so it is over
+    torch._C._cuda_releasePool(index, pool)
+    # the allocator of pinned memory still asks the graph whose memory is the capture's
+    _failed_captures.append(graph)
 
 
 def autocast(device: torch.device, *, enabled: bool) -> AbstractContextManager[Any]:
