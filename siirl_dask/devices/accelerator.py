@@ -140,6 +140,15 @@ def binding() -> Callable[[], None]:
     return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
 
 
+def current_indices() -> list[int]:
+    """Return the index of this thread's accelerator, as a list of one; nothing where there is
+    none.
+    """
+    if not torch.accelerator.is_available():
+        return []
+    return [torch.accelerator.current_device_index()]
+
+
 def allocated_bytes(kind: DeviceKind, index: int) -> int:
     """Return the bytes of an accelerator that torch has allocated in this process."""
     return int(_module(kind).memory_allocated(index))

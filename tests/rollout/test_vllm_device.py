@@ -4,7 +4,9 @@ records the calls.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +20,11 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from siirl_dask.config import Dtype, Engine, LoraConfig, ModelConfig
 from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.devices.accelerator import VisibleDevices
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling
+from siirl_dask.rollout.vllm_engine import process as vllm_process
+from siirl_dask.rollout.vllm_engine import process_groups
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
 from siirl_dask.rollout.vllm_engine.settings import llm_arguments
@@ -98,6 +103,65 @@ def test_an_engine_of_two_ranks_is_refused_on_one_gpu_and_on_two_slices_of_one(
         ranks.check_devices(devices[0])
     monkeypatch.setattr(ranks, "gather", lambda own: [own, b"another"])
     ranks.check_devices(devices[0])
+
+
+def engine_of_two(monkeypatch, seen, other_answers=b"sees them"):
+    """Return the arguments of rank 0 of an engine on the cards a and b, whose process sees ``seen``."""
+    ranks = EngineRanks(Rank(), 1)
+    ranks.size = 2
+    own = Device("w", DeviceKind.CUDA, 0, "a")
+    answers = iter([b"b", b"b", other_answers])
+    monkeypatch.setattr(ranks, "gather", lambda message: [message, next(answers)])
+    monkeypatch.setattr(
+        process_groups, "visible_devices", lambda: VisibleDevices(DeviceKind.CUDA, seen)
+    )
+    ranks.check_devices(own)
+    return partial(llm_arguments, MODEL, device=own, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("seen", "other_answers", "disabled"),
+    [
+        (("a", "b", "c"), b"sees them", None),
+        (("a",), b"sees them", True),
+        (("a", "b"), b"", True),
+    ],
+)
+def test_ranks_that_do_not_see_each_others_devices_sum_by_nccl(
+    monkeypatch, seen, other_answers, disabled
+):
+    """vLLM's custom all-reduce asks whether the first t visible devices reach each other
+    (``_can_p2p`` in custom_all_reduce.py), and fails with IndexError where a launcher shows each
+    worker its own device alone.
+    """
+    arguments = engine_of_two(monkeypatch, seen, other_answers)
+    rollout = rollout_config(engine=Engine.vllm, tensor_parallel_size=2)
+    assert arguments(rollout).get("disable_custom_all_reduce") is disabled
+    given = rollout_config(
+        engine=Engine.vllm,
+        tensor_parallel_size=2,
+        engine_kwargs={"disable_custom_all_reduce": False},
+    )
+    assert arguments(given)["disable_custom_all_reduce"] is False
+
+
+def test_random_states_of_the_workers_own_device_alone_are_restored(monkeypatch):
+    """torch's ``fork_rng`` takes all devices by default, and warns of more than one at length."""
+    taken = []
+    eight = SimpleNamespace(
+        device_count=lambda: 8,
+        get_rng_state=taken.append,
+        set_rng_state=lambda state, device: taken.append(device),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: eight)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with vllm_process.untouched():
+            assert taken == [3]
+    assert taken == [3, 3]
 
 
 class Recorder:
