@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu
 import torch
 from safetensors.torch import load_file
 from vllm import LLM
+from vllm.device_allocator import cumem
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from siirl_dask.config import Dtype, Engine, LoraConfig, ModelConfig
@@ -26,6 +27,7 @@ from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling
 from siirl_dask.rollout.vllm_engine import process as vllm_process
 from siirl_dask.rollout.vllm_engine import process_groups
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
+from siirl_dask.rollout.vllm_engine.mends import free_while_asleep
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
 from siirl_dask.rollout.vllm_engine.settings import llm_arguments
 from siirl_dask.rollout.vllm_engine.sleeping import VllmSleep, loose_tensors
@@ -356,6 +358,54 @@ def test_new_weights_after_level_2_bring_back_everything_that_a_model_needs(fold
         assert engine.generate(*rows, sampling) == before
     finally:
         engine.close()
+
+
+class Driver:
+    """Memory that is mapped or not, with vLLM's functions for it in cumem_allocator.cpp: one that
+    the driver refuses leaves an error there, with which nothing is allocated any more.
+    """
+
+    def __init__(self):
+        self.mapped = set()
+        self.error = False
+
+    def create_and_map(self, handle):
+        self.mapped.add(handle)
+
+    def free(self, allocator, pointer):
+        handle = allocator.python_free_callback(pointer)
+        if handle in self.mapped:
+            self.mapped.remove(handle)
+        else:
+            self.error = True
+
+
+def test_an_engine_that_is_closed_while_it_sleeps_leaves_vllms_allocator_without_an_error(
+    monkeypatch,
+):
+    """A run ends while engines sleep; the next one in the process builds another engine."""
+    driver = Driver()
+    allocator = cumem.CuMemAllocator()
+    monkeypatch.setattr(cumem, "cumem_available", True)
+    monkeypatch.setattr(cumem, "create_and_map", driver.create_and_map)
+    monkeypatch.setattr(cumem.CuMemAllocator, "get_instance", lambda: allocator)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    for _ in range(2):  # each engine asks for it
+        free_while_asleep()
+    for pointer in (1, 2):
+        handle = (0, 2**21, pointer, 0)
+        allocator.python_malloc_callback(handle)
+        driver.create_and_map(handle)
+    driver.mapped.clear()
+    for data in allocator.pointer_to_data.values():
+        data.is_asleep = True
+    handle = (0, 2**21, 3, 0)
+    allocator.python_malloc_callback(handle)
+    driver.create_and_map(handle)
+    for pointer in (1, 3, 2):
+        driver.free(allocator, pointer)
+    assert not driver.error
+    assert (driver.mapped, allocator.pointer_to_data) == (set(), {})
 
 
 @pytest.mark.parametrize(("kind", "level"), [(DeviceKind.CUDA, 0), (DeviceKind.CPU, 2)])
