@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from siirl_dask.devices.cpus import kernel
 from siirl_dask.devices.kinds import DeviceKind, traits_of
@@ -359,6 +360,41 @@ def _end_failed_capture(device: torch.device, pool: tuple[int, int], graph: Any)
     torch._C._cuda_releasePool(index, pool)
     # the allocator of pinned memory still asks the graph whose memory is the capture's
     _failed_captures.append(graph)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Call torch's attention, with a mask, causal, or to all keys. [n, H, L, D], [n, H_kv, L', D]
+    twice -> [n, H, L, D].
+    """
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and not _takes_groups(query, masked=mask is not None):
+        shared = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(shared, dim=1)
+        value = value.repeat_interleave(shared, dim=1)
+        grouped = False
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def _takes_groups(query: Tensor, *, masked: bool) -> bool:
+    """Return whether torch's attention takes queries that share keys without a matrix of all scores
+    in memory.
+
+    On CUDA FlashAttention alone takes them, which knows no mask and no float32 (torch's
+    documentation of scaled_dot_product_attention): another kernel does, of keys for each query.
+    """
+    if query.device.type != DeviceKind.CUDA:
+        return True
+    return not masked and query.dtype != torch.float32
 
 
 def autocast(device: torch.device, *, enabled: bool) -> AbstractContextManager[Any]:
