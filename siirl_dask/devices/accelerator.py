@@ -394,7 +394,9 @@ def _takes_groups(query: Tensor, *, masked: bool) -> bool:
     """
     if query.device.type != DeviceKind.CUDA:
         return True
-    return not masked and query.dtype != torch.float32
+    if masked:
+        return False
+    return query.dtype != torch.float32
 
 
 def autocast(device: torch.device, *, enabled: bool) -> AbstractContextManager[Any]:
