@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from siirl_dask.devices.cpus import kernel
 from siirl_dask.devices.kinds import DeviceKind, traits_of
@@ -138,6 +139,15 @@ def binding() -> Callable[[], None]:
     if not torch.accelerator.is_available():
         return lambda: None
     return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
+
+
+def current_indices() -> list[int]:
+    """Return the index of this thread's accelerator, as a list of one; nothing where there is
+    none.
+    """
+    if not torch.accelerator.is_available():
+        return []
+    return [torch.accelerator.current_device_index()]
 
 
 def allocated_bytes(kind: DeviceKind, index: int) -> int:
@@ -301,24 +311,92 @@ def graph_capture(device: torch.device) -> Callable[[Callable[[], None]], Callab
     A step is run twice before it is captured, so that kernels are chosen and libraries have their
     memory; running it again must not change what it computes. Graphs share the memory of what a
     step needs while it runs: only one of them may run at a time, and what it leaves must be in
-    tensors that were there before.
+    tensors that were there before. A step that a graph cannot hold raises, and leaves the thread's
+    stream and torch's allocator as they were.
     """
     pool = torch.cuda.graph_pool_handle()
+    # torch's own for captures is of the device that was the process's first to have one
+    aside = torch.cuda.Stream(device)
 
     def capture(step: Callable[[], None]) -> Callable[[], None]:
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        current = torch.cuda.current_stream(device)
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
             for _ in range(2):
                 step()
-        torch.cuda.current_stream(device).wait_stream(stream)
+        current.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         # other threads of a worker may allocate meanwhile
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            step()
+        capturing = torch.cuda.graph(
+            graph, pool=pool, stream=aside, capture_error_mode="thread_local"
+        )
+        try:
+            # torch leaves its stream current where a capture cannot be ended
+            with torch.cuda.stream(current), capturing:
+                step()
+        except Exception:
+            _end_failed_capture(device, pool, graph)
+            raise
         return graph.replay
 
     return capture
+
+
+_failed_captures: list[Any] = []
+
+
+def _end_failed_capture(device: torch.device, pool: tuple[int, int], graph: Any) -> None:
+    """Let torch's allocator know that a capture is over, which torch does only where the driver
+    could end it.
+
+    Else the allocator takes it to be under way for as long as the process lives, and the next
+    ``empty_cache`` fails (captures_underway in CUDACachingAllocator.h).
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    try:
+        torch._C._cuda_endAllocateToPool(index, pool)
+    except RuntimeError:
+        return  # the driver ended it, and so it is over
+    torch._C._cuda_releasePool(index, pool)
+    # the allocator of pinned memory still asks the graph whose memory is the capture's
+    _failed_captures.append(graph)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Call torch's attention, with a mask, causal, or to all keys. [n, H, L, D], [n, H_kv, L', D]
+    twice -> [n, H, L, D].
+    """
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and not _takes_groups(query, masked=mask is not None):
+        shared = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(shared, dim=1)
+        value = value.repeat_interleave(shared, dim=1)
+        grouped = False
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def _takes_groups(query: Tensor, *, masked: bool) -> bool:
+    """Return whether torch's attention takes queries that share keys without a matrix of all scores
+    in memory.
+
+    On CUDA FlashAttention alone takes them, which knows no mask and no float32 (torch's
+    documentation of scaled_dot_product_attention): another kernel does, of keys for each query.
+    """
+    if query.device.type != DeviceKind.CUDA:
+        return True
+    if masked:
+        return False
+    return query.dtype != torch.float32
 
 
 def autocast(device: torch.device, *, enabled: bool) -> AbstractContextManager[Any]:

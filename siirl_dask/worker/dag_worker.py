@@ -53,7 +53,6 @@ from siirl_dask.worker.roles.role_state import (
     RoleStates,
     StateStore,
     build_roles,
-    close_roles,
 )
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.stages import table_writer
@@ -401,7 +400,7 @@ class DAGWorker(WorkerPlugin):
         """Free everything that ``start`` built."""
         self.bind_device()
         if self._built is not None:
-            close_roles(self._built.resources)
+            self._built.close()
         self._built = None
         self._close_connections()
         if self._started:  # otherwise the groups in this process may be another run's

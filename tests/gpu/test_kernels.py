@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from siirl_dask.algorithms import ppo_clip
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import DeviceKind, Rank
+from siirl_dask.devices import accelerator
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.rows import random_rows, signs
 from siirl_dask.training import TrainBatch, build_trainer
@@ -107,6 +108,21 @@ def test_soft_caps_and_sinks_over_packed_rows_are_those_of_a_matrix_of_scores(
         assert_close(one.float() / scale, other.float() / scale, atol=TOLERANCE[dtype], rtol=0)
     kernel = kernel_of(device, dtype, 64, 64, plain=False)
     tell(f"soft caps and sinks, {dtype}: {kernel.name if kernel else 'a matrix of scores'}")
+
+
+def test_a_step_that_a_graph_cannot_hold_leaves_the_device_as_it_was():
+    device = torch.device(devices.device().torch_name)
+    if not accelerator.has_graphs(device):
+        pytest.skip("no graphs on this device")
+    stream = torch.cuda.current_stream(device)
+    numbers = torch.zeros(4, device=device)
+    with pytest.raises(RuntimeError, match="captur"):
+        accelerator.graph_capture(device)(lambda: float(numbers.sum()))
+    assert torch.cuda.current_stream(device) == stream
+    torch.cuda.empty_cache()
+    replay = accelerator.graph_capture(device)(lambda: numbers.add_(1))
+    replay()
+    assert numbers.tolist() == [3.0] * 4  # two steps before, and the replay
 
 
 @pytest.mark.gpu(packages=["liger_kernel"])

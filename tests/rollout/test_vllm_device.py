@@ -4,7 +4,9 @@ records the calls.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +16,18 @@ pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu
 import torch
 from safetensors.torch import load_file
 from vllm import LLM
+from vllm.device_allocator import cumem
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from siirl_dask.config import Dtype, Engine, LoraConfig, ModelConfig
 from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.devices.accelerator import VisibleDevices
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling
+from siirl_dask.rollout.vllm_engine import process as vllm_process
+from siirl_dask.rollout.vllm_engine import process_groups
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
+from siirl_dask.rollout.vllm_engine.mends import free_while_asleep
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
 from siirl_dask.rollout.vllm_engine.settings import llm_arguments
 from siirl_dask.rollout.vllm_engine.sleeping import VllmSleep, loose_tensors
@@ -98,6 +105,65 @@ def test_an_engine_of_two_ranks_is_refused_on_one_gpu_and_on_two_slices_of_one(
         ranks.check_devices(devices[0])
     monkeypatch.setattr(ranks, "gather", lambda own: [own, b"another"])
     ranks.check_devices(devices[0])
+
+
+def engine_of_two(monkeypatch, seen, other_answers=b"sees them"):
+    """Return the arguments of rank 0 of an engine on the cards a and b, whose process sees ``seen``."""
+    ranks = EngineRanks(Rank(), 1)
+    ranks.size = 2
+    own = Device("w", DeviceKind.CUDA, 0, "a")
+    answers = iter([b"b", b"b", other_answers])
+    monkeypatch.setattr(ranks, "gather", lambda message: [message, next(answers)])
+    monkeypatch.setattr(
+        process_groups, "visible_devices", lambda: VisibleDevices(DeviceKind.CUDA, seen)
+    )
+    ranks.check_devices(own)
+    return partial(llm_arguments, MODEL, device=own, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("seen", "other_answers", "disabled"),
+    [
+        (("a", "b", "c"), b"sees them", None),
+        (("a",), b"sees them", True),
+        (("a", "b"), b"", True),
+    ],
+)
+def test_ranks_that_do_not_see_each_others_devices_sum_by_nccl(
+    monkeypatch, seen, other_answers, disabled
+):
+    """vLLM's custom all-reduce asks whether the first t visible devices reach each other
+    (``_can_p2p`` in custom_all_reduce.py), and fails with IndexError where a launcher shows each
+    worker its own device alone.
+    """
+    arguments = engine_of_two(monkeypatch, seen, other_answers)
+    rollout = rollout_config(engine=Engine.vllm, tensor_parallel_size=2)
+    assert arguments(rollout).get("disable_custom_all_reduce") is disabled
+    given = rollout_config(
+        engine=Engine.vllm,
+        tensor_parallel_size=2,
+        engine_kwargs={"disable_custom_all_reduce": False},
+    )
+    assert arguments(given)["disable_custom_all_reduce"] is False
+
+
+def test_random_states_of_the_workers_own_device_alone_are_restored(monkeypatch):
+    """torch's ``fork_rng`` takes all devices by default, and warns of more than one at length."""
+    taken = []
+    eight = SimpleNamespace(
+        device_count=lambda: 8,
+        get_rng_state=taken.append,
+        set_rng_state=lambda state, device: taken.append(device),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: eight)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with vllm_process.untouched():
+            assert taken == [3]
+    assert taken == [3, 3]
 
 
 class Recorder:
@@ -292,6 +358,54 @@ def test_new_weights_after_level_2_bring_back_everything_that_a_model_needs(fold
         assert engine.generate(*rows, sampling) == before
     finally:
         engine.close()
+
+
+class Driver:
+    """Memory that is mapped or not, with vLLM's functions for it in cumem_allocator.cpp: one that
+    the driver refuses leaves an error there, with which nothing is allocated any more.
+    """
+
+    def __init__(self):
+        self.mapped = set()
+        self.error = False
+
+    def create_and_map(self, handle):
+        self.mapped.add(handle)
+
+    def free(self, allocator, pointer):
+        handle = allocator.python_free_callback(pointer)
+        if handle in self.mapped:
+            self.mapped.remove(handle)
+        else:
+            self.error = True
+
+
+def test_an_engine_that_is_closed_while_it_sleeps_leaves_vllms_allocator_without_an_error(
+    monkeypatch,
+):
+    """A run ends while engines sleep; the next one in the process builds another engine."""
+    driver = Driver()
+    allocator = cumem.CuMemAllocator()
+    monkeypatch.setattr(cumem, "cumem_available", True)
+    monkeypatch.setattr(cumem, "create_and_map", driver.create_and_map)
+    monkeypatch.setattr(cumem.CuMemAllocator, "get_instance", lambda: allocator)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    for _ in range(2):  # each engine asks for it
+        free_while_asleep()
+    for pointer in (1, 2):
+        handle = (0, 2**21, pointer, 0)
+        allocator.python_malloc_callback(handle)
+        driver.create_and_map(handle)
+    driver.mapped.clear()
+    for data in allocator.pointer_to_data.values():
+        data.is_asleep = True
+    handle = (0, 2**21, 3, 0)
+    allocator.python_malloc_callback(handle)
+    driver.create_and_map(handle)
+    for pointer in (1, 3, 2):
+        driver.free(allocator, pointer)
+    assert not driver.error
+    assert (driver.mapped, allocator.pointer_to_data) == (set(), {})
 
 
 @pytest.mark.parametrize(("kind", "level"), [(DeviceKind.CUDA, 0), (DeviceKind.CPU, 2)])

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from siirl_dask.context import Device, DeviceKind, HoldsNoGroups, Rank
+from siirl_dask.devices import accelerator
 from siirl_dask.errors import Aborted, RunError
 from siirl_dask.planner import Role
 from siirl_dask.worker import release as releases
@@ -71,6 +72,34 @@ def test_objects_stay_whose_role_stays_on_the_worker_and_that_can_take_other_gro
 def test_without_a_checkpoint_what_has_learned_is_built_anew():
     assert not is_reused(Trainer(), resumes=False)
     assert is_reused(Engine(), resumes=False)
+
+
+class Failing(Resource):
+    def close(self):
+        raise RuntimeError("no such engine")
+
+
+@pytest.mark.parametrize("device", [CPU, Device("b", DeviceKind.CUDA, 0, "card")])
+def test_memory_of_what_a_run_has_built_is_given_back_to_the_device(monkeypatch, caplog, device):
+    """torch keeps it, and on an existing cluster the process outlives the run: another one on the
+    device would not fit.
+    """
+    freed = []
+    engine = Resource()
+
+    def free_cache(kind):
+        freed.append((kind, engine.closed))
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(accelerator, "free_cache", free_cache)
+    with pytest.raises(RuntimeError, match="no such engine"):
+        BuiltRoles(device, {"role": engine, "other": Failing()}).close()
+    assert engine.closed
+    if device.kind is DeviceKind.CPU:
+        assert not freed
+    else:
+        assert freed == [(DeviceKind.CUDA, True)]
+        assert "the memory of cuda:0 is not given back: CUDA error" in caplog.text
 
 
 def test_nothing_stays_that_was_built_on_another_device():

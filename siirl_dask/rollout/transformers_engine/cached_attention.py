@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
+from siirl_dask.devices import accelerator
 from siirl_dask.models.score_attention import attend_by_scores
 from siirl_dask.models.spans import register_with_probe, window_of
 from siirl_dask.rollout.transformers_engine.decode_graphs import (
@@ -180,14 +180,8 @@ def cached_attention(
         return attended, None
     if count == 1:  # the heads that share keys are queries of one head: their keys are read once
         query = query.view(rows, few, heads // few, width)
-    output = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None and count > 1,
-        scale=scaling,
-        enable_gqa=query.shape[1] != few,
+    output = accelerator.attend(
+        query, key, value, mask, causal=mask is None and count > 1, scale=scaling
     )
     return output.reshape(rows, heads, count, -1).transpose(1, 2), None
 

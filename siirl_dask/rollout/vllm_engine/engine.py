@@ -58,6 +58,7 @@ from siirl_dask.rollout.vllm_engine.adapter_layers import Slots  # noqa: E402
 from siirl_dask.rollout.vllm_engine.image_prompts import check_read, image_arguments, prompt_of  # noqa: E402
 from siirl_dask.rollout.vllm_engine.mends import (  # noqa: E402
     SeparateClasses,
+    free_while_asleep,
     rotary_places,
     rotate_heads_on_cpus,
 )
@@ -78,8 +79,6 @@ logger = logging.getLogger("siirl_dask.rollout")
 
 _OPEN: weakref.WeakSet[VllmEngine] = weakref.WeakSet()
 """Engines that have begun to start and were not closed."""
-
-
 _ROOM = "vLLM has"
 _MORE_ROOM = "give more rollout.vllm.kv_cache_memory if the model can take more"
 """Words of the error for requests that are too long."""
@@ -145,6 +144,8 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._on_cpu = device.kind is DeviceKind.CPU
         if self._on_cpu:
             rotate_heads_on_cpus()
+        else:
+            free_while_asleep()
         self._progress = device.progress
         self._waiting = device.waiting
         self._note_cache = device.engine_cache

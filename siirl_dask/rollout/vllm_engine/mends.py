@@ -6,14 +6,17 @@ Import this after the process is prepared for vLLM.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
+from vllm.device_allocator import cumem
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.models.transformers import base as of_transformers
 
 _MENDED = "_siirl_takes_heads"  # attribute of the function
+_MAPS = "_siirl_maps_first"  # as the one before
 _DECORATE = "support_torch_compile"
 
 
@@ -42,6 +45,36 @@ def rotate_heads_on_cpus() -> None:
 
     setattr(rotated, _MENDED, True)
     RotaryEmbedding.forward_cpu = rotated
+
+
+def free_while_asleep() -> None:
+    """Let the memory of an engine be freed while it sleeps, as where a run ends then.
+
+    On CUDA vLLM unmaps memory when it falls asleep, and once more when it is freed. The driver
+    refuses that, and vLLM's allocator keeps the error: it gives the process's next engine nothing
+    (``error_code`` in csrc/cumem_allocator.cpp). So what is freed is mapped again before, a part at
+    a time.
+    """
+    if not cumem.cumem_available:
+        return
+    allocator = cumem.CuMemAllocator.get_instance()
+    own = allocator.python_free_callback
+    if hasattr(own, _MAPS):
+        return
+
+    @wraps(own)
+    def mapped(pointer: int) -> Any:
+        data = allocator.pointer_to_data[pointer]
+        # earlier releases do not say it
+        if getattr(data, "is_asleep", False):
+            data.is_asleep = False
+            # where there is no room the driver refuses, as it would have
+            with suppress(RuntimeError):
+                cumem.create_and_map(data.handle)
+        return own(pointer)
+
+    setattr(mapped, _MAPS, True)
+    allocator.python_free_callback = mapped
 
 
 def rotary_places(model: nn.Module) -> int | None:

@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from siirl_dask.collectives import LOOPBACK, listening_at
+from siirl_dask.devices import accelerator
 from siirl_dask.models.broken_imports import any_changed
 from siirl_dask.rollout.vllm_engine.installation import ENVIRONMENT
 
@@ -112,8 +113,9 @@ def untouched(host: str = LOOPBACK) -> Iterator[None]:
     threads = torch.get_num_threads()
     python = random.getstate()
     numpy = np.random.get_state()
+    own_random_states = torch.random.fork_rng(devices=accelerator.current_indices())
     try:
-        with listening_at(host), torch.random.fork_rng(), warnings.catch_warnings():
+        with listening_at(host), own_random_states, warnings.catch_warnings():
             # vLLM looks at names that torch is going to drop
             warnings.simplefilter("ignore", FutureWarning)
             yield

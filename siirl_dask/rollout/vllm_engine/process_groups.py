@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from siirl_dask.collectives import LOOPBACK, add_world, all_gather, all_gather_bytes, new_gloo_group
 from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.devices.accelerator import visible_devices
 from siirl_dask.errors import ConfigError, counted
 
 # torch finds groups by name in the whole process: these names differ from the worker's
@@ -50,6 +51,9 @@ class EngineRanks:
         self._group: Any = None
         self.host = LOOPBACK  # a group of one rank speaks to nobody
         self.timeout = timedelta(0)
+        self.see_all_devices = size == 1
+        """Whether the process of each rank sees the devices of all; known once these are
+        checked."""
         if size == 1:
             return
         if role.side_group is None:
@@ -90,7 +94,7 @@ class EngineRanks:
 
     def check_devices(self, device: Device) -> None:
         """Raise ConfigError when two ranks share an accelerator, or have slices (MIG) of one, which
-        nccl and hccl refuse; all ranks must call.
+        nccl and hccl refuse; look which devices the ranks see. All ranks must call.
         """
         if self.size == 1 or device.kind is DeviceKind.CPU:
             return
@@ -101,6 +105,9 @@ class EngineRanks:
                 f"device {twice[0]}; give each one of its own (cluster.placement.rollout, "
                 "cluster.workers), or take a smaller size"
             )
+        cards = {card.decode() for card in self.gather(device.card.encode())}
+        own = b"sees them" if cards <= {*visible_devices().cards} else b""
+        self.see_all_devices = all(self.gather(own))
 
     def join(self, backend: str) -> None:
         """Make the default group of the entered world, where vLLM finds it; for a single rank

@@ -112,6 +112,9 @@ def llm_arguments(
         "max_model_len": _LONGEST_THAT_FITS if longest is None else longest,
         "skip_mm_profiling": on_cpu,
     }
+    if not on_cpu and not ranks.see_all_devices:
+        # vLLM's own kernel asks CUDA about the devices of all ranks in each rank's process
+        defaults["disable_custom_all_reduce"] = True
     if on_cpu:
         # of latent attention, where it would take one for AMX, which takes no float32; of any other
         # it takes what it has

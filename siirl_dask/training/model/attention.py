@@ -13,7 +13,6 @@ from itertools import accumulate, chain, repeat
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from siirl_dask.devices import accelerator, fused
@@ -264,16 +263,7 @@ def _sdpa(
     """Call torch's attention, causal if ``mask`` is None. [n, H, L, D], [n, H_kv, L', D] twice
     -> [n, L, H, D].
     """
-    grouped = query.shape[1] != key.shape[1]
-    output: Tensor = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=grouped,
-    )
+    output = accelerator.attend(query, key, value, mask, causal=mask is None, scale=scaling)
     return output.transpose(1, 2)
 
 

@@ -10,7 +10,9 @@ changes, and is not saved.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,6 +25,7 @@ import torch
 from siirl_storage import FileDigest, join
 
 from siirl_dask.context import Closes, Device, DeviceKind, KeepsGroups, Rank, Sleeps
+from siirl_dask.devices import accelerator
 from siirl_dask.errors import CheckpointError, RunError
 from siirl_dask.planner import Iteration, Role
 from siirl_dask.trace import Lane, Recorder
@@ -31,6 +34,7 @@ from siirl_dask.worker.named_errors import named_errors
 from siirl_dask.worker.phase_loaders import PhaseLoaders
 from siirl_dask.worker.stop import StopFlag, result_of
 
+logger = logging.getLogger("siirl_dask.worker")
 States = dict[str, dict[str, Any]]
 """A state for each role."""
 
@@ -272,6 +276,24 @@ class BuiltRoles:
 
     device: Device
     resources: Mapping[str, Any]
+
+    def close(self) -> None:
+        """Close all of them, and give their memory back to the device: torch would keep it for this
+        process, which on an existing cluster outlives the run, and other processes would lack it.
+        """
+        try:
+            close_roles(self.resources)
+        finally:
+            self._give_back_memory()
+
+    def _give_back_memory(self) -> None:
+        if self.device.kind is DeviceKind.CPU:
+            return
+        gc.collect()  # models and engines are in cycles
+        try:
+            accelerator.free_cache(self.device.kind)
+        except RuntimeError as error:  # of a device that has failed before
+            logger.warning("the memory of %s is not given back: %s", self.device.torch_name, error)
 
     def reusable(
         self,
