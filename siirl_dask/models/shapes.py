@@ -29,12 +29,13 @@ from siirl_dask.models.architecture import (
     understood,
 )
 from siirl_dask.models.cache import open_model
-from siirl_dask.models.remote import is_of_weights, is_remote, reached, tag_of
+from siirl_dask.models.remote import find_model, is_of_weights, is_remote, reached, tag_of
 
 INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _ENDING = ".safetensors"
+_CONFIG = "config.json"
 _NAMED = 4  # files or parameters in a message
 _LAYER = re.compile(r"^.*\blayers\.\d+\.")
 _OF_EXPERTS = ".experts."
@@ -65,6 +66,15 @@ class ModelSize:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as the header of its file describes it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """Type of its numbers, as safetensors names it: ``BF16``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Widths:
     """Widths of a model's layers, which workers that split them must divide; None where its
     config does not say.
@@ -83,14 +93,16 @@ class Widths:
 
 
 def weights_digest(path: str) -> str:
-    """Return a digest of the weights in a folder of this machine: of each file's name and size, its
-    first bytes, which name the tensors, and samples of the rest. "" for a URL, and for a folder
-    that has none here.
+    """Return a digest of the weights of the model at ``path``, a folder or a URL; "" where none
+    are, or where a URL's store cannot be reached.
 
-    A model of other weights has another one, unless no sample differs.
+    That of a folder is of each file's name and size, its first bytes, which name the tensors, and
+    samples of the rest: a model of other weights has another one, unless no sample differs. That
+    of a URL is of each file's name and size, and of what its store says of the content or of the
+    last change; nothing is read.
     """
     if is_remote(path):
-        return ""
+        return _digest_at(path)
     files = [file for file in sorted(Path(path).glob("*")) if is_of_weights(file.name)]
     digest = sha256()
     for file in files:
@@ -104,6 +116,17 @@ def weights_digest(path: str) -> str:
     if not files:
         return ""
     return digest.hexdigest()
+
+
+def _digest_at(url: str) -> str:
+    try:
+        model = find_model(url)
+    except ConfigError:
+        return ""
+    files = [[one.name, one.nbytes, one.tag] for one in model.files if is_of_weights(one.name)]
+    if not files:
+        return ""
+    return sha256(json.dumps(files).encode()).hexdigest()
 
 
 def count_parameters(path: str) -> ModelSize | None:
@@ -138,13 +161,16 @@ def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor in a folder's ``*.safetensors``, by name; empty without
     such files.
     """
+    return {name: tensor.shape for name, tensor in stored_tensors(path).items()}
+
+
+def stored_tensors(path: str) -> dict[str, StoredTensor]:
+    """Return each tensor in a folder's ``*.safetensors``, on any fsspec URL, by name; empty
+    without such files. ConfigError for damaged ones.
+    """
     with reached(path):
         fs, folder = open_model(path)
-        try:
-            listed = fs.ls(folder, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        there = {PurePosixPath(str(info["name"])).name: info for info in listed}
+        there = _listed(fs, folder)
 
         def index() -> bytes:
             text: bytes = fs.cat_file(str(there[INDEX]["name"]))
@@ -152,10 +178,43 @@ def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
 
         found = [there[name] for name in files_with_weights(path, there, index)]
         if isinstance(fs, LocalFileSystem):
-            return dict(shape for info in found for shape in _shapes_in(fs, str(info["name"])))
+            return dict(each for info in found for each in _tensors_in(fs, str(info["name"])))
         with ThreadPoolExecutor(_STREAMS) as pool:
             names = [fs.unstrip_protocol(str(info["name"])) for info in found]
-            return dict(chain.from_iterable(pool.map(_shapes_at, names, map(tag_of, found))))
+            return dict(chain.from_iterable(pool.map(_tensors_at, names, map(tag_of, found))))
+
+
+def check_model(path: str) -> None:
+    """Check the files of the model at ``path``, on any fsspec URL, as ``check_weights`` of
+    weight_files.py does; once for files that stay as they are, whichever role asks.
+
+    Does nothing where no ``config.json`` is. ConfigError for files that are not of the model.
+    """
+    with reached(path):
+        fs, folder = open_model(path)
+        there = _listed(fs, folder)
+    if _CONFIG not in there:
+        return
+    files = [(name, str(info["size"]), tag_of(info)) for name, info in there.items()]
+    _check_files(path, tuple(sorted(files)))
+
+
+@lru_cache(maxsize=64)  # roles of a run ask for the same model
+def _check_files(path: str, files: tuple[tuple[str, str, str], ...]) -> None:
+    """Check the files of a model, of which ``files`` has names, sizes and tags."""
+    # torch and transformers, which take seconds
+    from siirl_dask.models.weight_files import check_weights
+
+    check_weights(path)
+
+
+def _listed(fs: Any, folder: str) -> dict[str, dict[str, Any]]:
+    """Return what a store says of each entry of a folder by its name; empty without a folder."""
+    try:
+        found = fs.ls(folder, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    return {PurePosixPath(str(info["name"])).name: info for info in found}
 
 
 def files_with_weights(path: str, there: Iterable[str], index: Callable[[], bytes]) -> list[str]:
@@ -257,18 +316,18 @@ def shapes_in_file(url: str, subject: str) -> dict[str, tuple[int, ...]]:
     """
     try:
         fs, path = open_fs(url)
-        return dict(_shapes_in(fs, path))
+        return {name: tensor.shape for name, tensor in _tensors_in(fs, path)}
     except Exception as error:  # drivers of remote storage raise what they like
         raise ConfigError(f"{subject}: {url} cannot be read: {error}") from error
 
 
 @lru_cache(maxsize=4096)  # a run asks for each role, and again for each worker's memory
-def _shapes_at(url: str, tag: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _tensors_at(url: str, tag: str) -> tuple[tuple[str, StoredTensor], ...]:
     """Read the header of a file at a URL, whose ``tag`` would be another one if it had changed."""
-    return tuple(_shapes_in(*open_fs(url)))
+    return tuple(_tensors_in(*open_fs(url)))
 
 
-def _shapes_in(fs: Any, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _tensors_in(fs: Any, name: str) -> Iterator[tuple[str, StoredTensor]]:
     """Read one file's header: its length in 8 bytes little-endian, then JSON."""
     try:
         with fs.open(name, "rb") as file:
@@ -283,7 +342,7 @@ def _shapes_in(fs: Any, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         if end != 8 + length + max(ends, default=0):
             raise ValueError(f"it has {end} bytes, which are not all of its tensors or too many")
         yield from [
-            (key, tuple(map(int, tensor["shape"])))
+            (key, StoredTensor(tuple(map(int, tensor["shape"])), str(tensor["dtype"])))
             for key, tensor in header.items()
             if key != "__metadata__"
         ]
