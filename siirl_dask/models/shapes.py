@@ -29,7 +29,14 @@ from siirl_dask.models.architecture import (
     understood,
 )
 from siirl_dask.models.cache import open_model
-from siirl_dask.models.remote import find_model, is_of_weights, is_remote, reached, tag_of
+from siirl_dask.models.remote import (
+    find_model,
+    is_of_mistral,
+    is_of_weights,
+    is_remote,
+    reached,
+    tag_of,
+)
 
 INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
@@ -287,6 +294,26 @@ def check_no_pattern(path: str, engine: str) -> None:
         raise ConfigError(
             f"model.path={path!r}: {engine} reads '*', '?' and '[' in the path of a model as a "
             "pattern, and would look for its weights elsewhere: rename the folder, or take "
+            "rollout.engine=transformers"
+        )
+
+
+def check_no_other_weights(path: str, engine: str) -> None:
+    """Raise ConfigError for a model with ``*.safetensors`` beside those that hold its weights, as of
+    another precision (``variant``), where no index names these: ``engine`` would load all of them.
+
+    Files of Mistral's own library hold the same weights, and are left to the engine.
+    """
+    with reached(path):
+        there = _listed(*open_model(path))
+    if INDEX in there:
+        return
+    found = {name for name in there if name.endswith(_ENDING) and not is_of_mistral(name)}
+    others = found - {_WHOLE}
+    if _WHOLE in found and others:
+        raise ConfigError(
+            f"model.path={path!r}: {engine} would load {_some(others)} as well as {_WHOLE}, in any "
+            f"order, where {INDEX} names none of them: move those files away, or take "
             "rollout.engine=transformers"
         )
 
