@@ -36,7 +36,7 @@ from siirl_dask.models.loading import (
 )
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.packed_weights import PACKING_KEYS, read_packing
-from siirl_dask.models.remote import is_of_weights
+from siirl_dask.models.remote import HUB, hub_name, is_of_weights
 from siirl_dask.models.weight_files import open_tensors
 from siirl_dask.models.weight_names import (
     FileNames,
@@ -202,6 +202,11 @@ def write_adapters(
     ) in FAMILIES  # a name may be of decoder and tower alike
     targets = sorted(layers if several else {layer.rpartition(".")[2] for layer in layers})
     config = peft_config(trainer.lora.rank, trainer.lora.alpha, targets, base)
+    if base.startswith(HUB):
+        name = hub_name(base)
+        if not name.folder:  # peft has no name for a folder in a repository
+            config.base_model_name_or_path = name.repo
+            config.revision = name.revision
     config.inference_mode = True
     config.save_pretrained(folder)
     named = {
