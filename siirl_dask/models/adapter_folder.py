@@ -18,14 +18,14 @@ from siirl_storage import StorageError, join, open_fs
 from siirl_dask.config import LoraConfig
 from siirl_dask.errors import ConfigError, SiirlError
 from siirl_dask.models.architecture import read_config
-from siirl_dask.models.cache import open_model
-from siirl_dask.models.remote import HUB, reached
+from siirl_dask.models.cache import ADAPTER_CONFIG
+from siirl_dask.models.remote import HUB
 from siirl_dask.models.shapes import shapes_in_file
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG = "adapter_config.json"
+CONFIG = ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Beginning of every name in peft's file."""
@@ -88,22 +88,6 @@ def check_adapter_folder(lora: LoraConfig, base: str, expected: Shapes | None) -
     check_same_base(config.get("base_model_name_or_path"), base, subject)
     if expected is not None:
         _check_shapes(_shapes(lora), expected, subject)
-
-
-def check_no_adapters(path: str) -> None:
-    """Raise ConfigError for the folder of a model, on any fsspec URL, that has adapters beside its
-    weights: some loaders add them, and others do not look at them.
-    """
-    with reached(path):
-        fs, folder = open_model(path)
-        has_adapters = fs.exists(f"{folder}/{CONFIG}")
-    if has_adapters:
-        raise ConfigError(
-            f"model.path={path!r}: it has {CONFIG} beside the model: transformers would add those "
-            "adapters to the weights, and engines and trainer.backend=fsdp would not; move them to "
-            "a folder of their own, with which trainer.lora.path begins, or merge them into the "
-            "weights"
-        )
 
 
 def check_same_base(named: object, base: str, subject: str) -> None:

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.adapter_folder import check_no_adapters
+from siirl_dask.models.cache import check_no_adapters
 from siirl_dask.models.rotary import pin_frequencies
 from siirl_dask.models.weight_names import tied_apart
 

@@ -42,7 +42,6 @@ INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _ENDING = ".safetensors"
-_CONFIG = "config.json"
 _NAMED = 4  # files or parameters in a message
 _LAYER = re.compile(r"^.*\blayers\.\d+\.")
 _OF_EXPERTS = ".experts."
@@ -177,7 +176,7 @@ def stored_tensors(path: str) -> dict[str, StoredTensor]:
     """
     with reached(path):
         fs, folder = open_model(path)
-        there = _listed(fs, folder)
+        there = listed_files(fs, folder)
 
         def index() -> bytes:
             text: bytes = fs.cat_file(str(there[INDEX]["name"]))
@@ -191,31 +190,7 @@ def stored_tensors(path: str) -> dict[str, StoredTensor]:
             return dict(chain.from_iterable(pool.map(_tensors_at, names, map(tag_of, found))))
 
 
-def check_model(path: str) -> None:
-    """Check the files of the model at ``path``, on any fsspec URL, as ``check_weights`` of
-    weight_files.py does; once for files that stay as they are, whichever role asks.
-
-    Does nothing where no ``config.json`` is. ConfigError for files that are not of the model.
-    """
-    with reached(path):
-        fs, folder = open_model(path)
-        there = _listed(fs, folder)
-    if _CONFIG not in there:
-        return
-    files = [(name, str(info["size"]), tag_of(info)) for name, info in there.items()]
-    _check_files(path, tuple(sorted(files)))
-
-
-@lru_cache(maxsize=64)  # roles of a run ask for the same model
-def _check_files(path: str, files: tuple[tuple[str, str, str], ...]) -> None:
-    """Check the files of a model, of which ``files`` has names, sizes and tags."""
-    # torch and transformers, which take seconds
-    from siirl_dask.models.weight_files import check_weights
-
-    check_weights(path)
-
-
-def _listed(fs: Any, folder: str) -> dict[str, dict[str, Any]]:
+def listed_files(fs: Any, folder: str) -> dict[str, dict[str, Any]]:
     """Return what a store says of each entry of a folder by its name; empty without a folder."""
     try:
         found = fs.ls(folder, detail=True)
@@ -305,7 +280,7 @@ def check_no_other_weights(path: str, engine: str) -> None:
     Files of Mistral's own library hold the same weights, and are left to the engine.
     """
     with reached(path):
-        there = _listed(*open_model(path))
+        there = listed_files(*open_model(path))
     if INDEX in there:
         return
     found = {name for name in there if name.endswith(_ENDING) and not is_of_mistral(name)}

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.adapter_folder import check_no_adapters
 from siirl_dask.models.architecture import empty_model, read_config, understood
+from siirl_dask.models.cache import check_no_adapters
 from siirl_dask.models.experts import joined
 from siirl_dask.models.packed_weights import packing_of
 from siirl_dask.models.remote import is_remote

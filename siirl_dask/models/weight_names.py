@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,9 @@ from transformers.core_model_loading import (
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.experts import joined
-from siirl_dask.models.shapes import StoredTensor
+
+if TYPE_CHECKING:
+    from siirl_dask.models.shapes import StoredTensor
 
 _FLOATING = ("F32", "BF16", "F16", "F64")  # types of weights, as safetensors names them
 Stored = tuple[str, Any]
