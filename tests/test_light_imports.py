@@ -105,9 +105,12 @@ for module in sys.argv[1:]:
 hide()
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-assert "transformers.generation.candidate_generator" in sys.modules, "the name of its module"
+import transformers.modeling_utils
+
+for module in ("transformers.generation.candidate_generator", "transformers.loss.loss_utils"):
+    assert module in sys.modules, "the names of the modules that would import them"
 loaded = {name.partition(".")[0] for name in sys.modules}
-assert not loaded & {"sklearn", "scipy"}, "a second, which scikit-learn takes"
+assert not loaded & {"sklearn", "scipy"}, "a second each"
 if find_spec("sklearn") is not None:
     import sklearn.metrics  # rewards may use it
 """

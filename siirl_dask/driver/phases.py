@@ -30,7 +30,7 @@ from siirl_dask.images import check_layout
 from siirl_dask.models.shapes import weights_digest
 from siirl_dask.planner import DAG, Hosts, Phase, Plan, bind, compile_chains, dag_from_spec, resolve
 from siirl_dask.recipes import common
-from siirl_dask.runs.identity_file import DataVersion, DueTable
+from siirl_dask.runs.identity_file import DataVersion, DueTable, agent_model_key
 from siirl_dask.schema import (
     IDENTITY,
     IMAGES,
@@ -103,11 +103,14 @@ def plan_phases(
 
 
 def model_versions(config: Config) -> dict[str, str]:
-    """Return the digest of the weights that training begins with, by the configuration's key;
-    empty where their folder is not on this machine.
+    """Return the digest of the weights that training begins with, and of those of each agent, by
+    the configuration's key; those that are not there, or not to be reached from here, are left out.
     """
-    digest = weights_digest(config.model.path)
-    return {"model.path": digest} if digest else {}
+    paths = {"model.path": config.model.path}
+    for name, agent in config.agents.items():
+        paths[agent_model_key(name)] = agent.model.path
+    digests = {path: weights_digest(path) for path in dict.fromkeys(paths.values()) if path}
+    return {key: digests[path] for key, path in paths.items() if digests.get(path)}
 
 
 def data_versions(phases: Phases) -> dict[str, DataVersion]:

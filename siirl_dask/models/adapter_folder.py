@@ -7,6 +7,7 @@ tensors are read when their names and shapes are those that the policy has.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -17,16 +18,19 @@ from siirl_storage import StorageError, join, open_fs
 from siirl_dask.config import LoraConfig
 from siirl_dask.errors import ConfigError, SiirlError
 from siirl_dask.models.architecture import read_config
+from siirl_dask.models.cache import ADAPTER_CONFIG
+from siirl_dask.models.remote import HUB
 from siirl_dask.models.shapes import shapes_in_file
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG = "adapter_config.json"
+CONFIG = ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Beginning of every name in peft's file."""
 _PICKLED = "adapter_model.bin"
+_OF_HUB = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _LARGEST_CONFIG = 2**20  # bytes
 _LARGEST_NUMBER = 8  # bytes of a number in the file, at most
 _HEADER = 2**24  # bytes for the header of a file, and its metadata
@@ -89,9 +93,11 @@ def check_adapter_folder(lora: LoraConfig, base: str, expected: Shapes | None) -
 def check_same_base(named: object, base: str, subject: str) -> None:
     """Raise ConfigError where adapters were trained on a model of another config than ``base``.
 
-    ``named`` is where that model was: nothing is said where it cannot be read, as with a name of
-    the hub.
+    ``named`` is where that model was: nothing is said where it cannot be read. A name of the hub is
+    looked up there where ``base`` is of the hub as well.
     """
+    if base.startswith(HUB) and isinstance(named, str) and _OF_HUB.fullmatch(named):
+        named = HUB + named
     if not isinstance(named, str) or named == base or not ("://" in named or Path(named).is_dir()):
         return
     try:

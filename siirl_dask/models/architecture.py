@@ -38,6 +38,7 @@ _TOWER_SIZES = {  # the same in the vision_config of a model that sees images
     "kv_heads": "num_heads",
     "intermediate": "intermediate_size",
 }
+_OF_MIXTURES = ("num_experts_per_tok", "moe_intermediate_size")
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # its width of a head where the config does not say; others divide the hidden width by the heads
 _QWEN3_HEAD = 128
@@ -200,7 +201,9 @@ def _architecture(config: Mapping[str, Any]) -> Architecture | None:
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     normed = str(text.get("model_type", "")).startswith("qwen3")
     chosen = text.get("num_experts_per_tok")
-    expert = text.get("moe_intermediate_size", sizes["intermediate"])
+    expert = text.get("moe_intermediate_size")
+    if expert is None:
+        expert = sizes["intermediate"]
     mixture = {}
     if isinstance(chosen, int) and isinstance(expert, int):
         mixture = {"chosen": chosen, "expert": expert}
@@ -256,7 +259,7 @@ def completed(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     text = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).get_text_config()
     values = {
         key: getattr(text, key, None)
-        for key in (*_SIZES.values(), "head_dim", "tie_word_embeddings")
+        for key in (*_SIZES.values(), *_OF_MIXTURES, "head_dim", "tie_word_embeddings")
     }
     if not values["num_key_value_heads"]:
         values["num_key_value_heads"] = values["num_attention_heads"]

@@ -23,7 +23,13 @@ from typing import Any
 
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 _USERS = ("datasets", "transformers", "vllm")
-_ASSISTED = "transformers.generation.candidate_generator"
+_UNUSED = {
+    "transformers.generation.candidate_generator": "is_sklearn_available",
+    "transformers.loss.loss_utils": "is_scipy_available",
+}
+"""Modules of transformers which import a package that nothing here needs, and the function of
+``transformers.utils`` by which they ask for it: scikit-learn for a threshold of assisted
+generation, SciPy for losses of object detection."""
 _MISSING = re.compile(r"operator torchvision::\w+ does not exist")
 # that torchvision describes to torch's compiler even where their code cannot be loaded
 _OPERATORS = {"nms", "qnms"}
@@ -46,10 +52,9 @@ class _HideOnFirstUse(MetaPathFinder):
         return None
 
 
-class _WithoutScikitLearn(MetaPathFinder):
-    """Keeps transformers from importing scikit-learn, and SciPy with it, where they are installed:
-    a second of every process that loads a tokenizer, for a threshold of assisted generation, which
-    nothing here uses.
+class _WithoutUnused(MetaPathFinder):
+    """Keeps transformers from importing scikit-learn and SciPy where they are installed: each is a
+    second of every process that loads a tokenizer, or a model.
     """
 
     def find_spec(
@@ -58,9 +63,8 @@ class _WithoutScikitLearn(MetaPathFinder):
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        if fullname == _ASSISTED and self in sys.meta_path:
-            sys.meta_path.remove(self)
-            sys.modules["transformers.utils"].is_sklearn_available = _absent  # type: ignore[attr-defined]
+        if fullname in _UNUSED:
+            setattr(sys.modules["transformers.utils"], _UNUSED[fullname], _absent)
         return None
 
 
@@ -70,7 +74,7 @@ def _absent() -> bool:
 
 def hide() -> None:
     """Mend or hide the optional packages that fail to import, at this process's first import of
-    transformers, vLLM or datasets, and leave out one that it does not need. Where a script has
+    transformers, vLLM or datasets, and leave out two that it does not need. Where a script has
     imported one of the three already, at once.
 
     Entry points call this function: the command line, ``run``, each worker. Importing siirl_dask
@@ -80,7 +84,7 @@ def hide() -> None:
         _hide_now()
     elif not any(isinstance(finder, _HideOnFirstUse) for finder in sys.meta_path):
         sys.meta_path.insert(0, _HideOnFirstUse())
-        sys.meta_path.insert(0, _WithoutScikitLearn())
+        sys.meta_path.insert(0, _WithoutUnused())
 
 
 def _hide_now() -> None:

@@ -38,6 +38,8 @@ from siirl_dask.models.remote import (
 FOLDER = "SIIRL_DASK_CACHE"
 """Environment variable with the folder of the cache; by default ``siirl_dask`` in the user's own
 cache."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""File of a folder with adapters in peft's format."""
 # ranges of a file read at once: one stream of an object store is slower than a network link
 _STREAMS = 8
 _RANGE = 2**24  # bytes of each
@@ -84,6 +86,22 @@ def open_model(path: str) -> tuple[AbstractFileSystem, str]:
     if is_remote(path) and is_here(model := find_model(path)):
         path = str(fetch(model))
     return open_fs(path)
+
+
+def check_no_adapters(path: str) -> None:
+    """Raise ConfigError for the folder of a model, on any fsspec URL, that has adapters beside its
+    weights: some loaders add them, and others do not look at them.
+    """
+    with reached(path):
+        fs, folder = open_model(path)
+        has_adapters = fs.exists(f"{folder}/{ADAPTER_CONFIG}")
+    if has_adapters:
+        raise ConfigError(
+            f"model.path={path!r}: it has {ADAPTER_CONFIG} beside the model: transformers would add those "
+            "adapters to the weights, and engines and trainer.backend=fsdp would not; move them to "
+            "a folder of their own, with which trainer.lora.path begins, or merge them into the "
+            "weights"
+        )
 
 
 def local_model(model: ModelConfig, device: Device) -> ModelConfig:

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.cache import check_no_adapters
 from siirl_dask.models.rotary import pin_frequencies
 from siirl_dask.models.weight_names import tied_apart
 
@@ -81,10 +82,11 @@ def load_pretrained(
 
     ``config`` takes the place of the folder's own. Rotary frequencies are pinned for rows of
     ``longest_row`` tokens, as ``pin_frequencies`` says. ConfigError, beginning with ``subject``,
-    when it cannot be loaded or the folder lacks some of its weights, but for those whose names
-    begin with one of ``unused``. Code in the folder is not run; without a word on it transformers
+    when it cannot be loaded, has adapters beside its weights, or lacks some of these, but for those
+    whose names begin with one of ``unused``. Code in the folder is not run; without a word on it transformers
     would ask on standard input whether to run it.
     """
+    check_no_adapters(path)
     with refused_by_name(path, subject):
         model, info = kind.from_pretrained(
             path,

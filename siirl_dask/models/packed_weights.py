@@ -9,6 +9,8 @@ from typing import Any
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import read_config
 
+PACKING_KEYS = ("quantization_config", "compression_config")
+"""Keys of ``config.json``, or of the config of the model's text, that say how weights are packed."""
 UNPACKED = ("mxfp4", "fp8")
 """Methods of ``quantization_config`` that ``siirl-dask unpack`` knows."""
 
@@ -34,7 +36,7 @@ def read_packing(path: str) -> dict[str, Any] | None:
     for part in (config, config.get("text_config")):
         if not isinstance(part, dict):
             continue
-        for key in ("quantization_config", "compression_config"):
+        for key in PACKING_KEYS:
             packing = part.get(key)
             if isinstance(packing, dict):
                 return packing

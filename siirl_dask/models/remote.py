@@ -253,6 +253,11 @@ def is_of_weights(name: str) -> bool:
     return name.endswith((*_WEIGHTS, *_OTHER_WEIGHTS, ".index.json"))
 
 
+def is_of_mistral(name: str) -> bool:
+    """Return whether a file of that name is of Mistral's own library, beside the model's."""
+    return name.startswith(_OF_ANOTHER_LIBRARY)
+
+
 def _base(path: str) -> str:
     return PurePosixPath(path).name
 
@@ -265,7 +270,7 @@ def _chosen(files: Sequence[RemoteFile]) -> tuple[RemoteFile, ...]:
         (file for file in files if file.name and not file.name.startswith(".")),
         key=lambda file: file.name,
     )
-    own = [file for file in seen if not file.name.startswith(_OF_ANOTHER_LIBRARY)]
+    own = [file for file in seen if not is_of_mistral(file.name)]
     if any(file.name.endswith(_WEIGHTS) for file in own):
         seen = [file for file in own if not file.name.endswith(_OTHER_WEIGHTS)]
     return tuple(seen)

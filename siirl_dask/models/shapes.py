@@ -29,7 +29,14 @@ from siirl_dask.models.architecture import (
     understood,
 )
 from siirl_dask.models.cache import open_model
-from siirl_dask.models.remote import is_of_weights, is_remote, reached, tag_of
+from siirl_dask.models.remote import (
+    find_model,
+    is_of_mistral,
+    is_of_weights,
+    is_remote,
+    reached,
+    tag_of,
+)
 
 INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
@@ -65,6 +72,15 @@ class ModelSize:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as the header of its file describes it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """Type of its numbers, as safetensors names it: ``BF16``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Widths:
     """Widths of a model's layers, which workers that split them must divide; None where its
     config does not say.
@@ -83,14 +99,16 @@ class Widths:
 
 
 def weights_digest(path: str) -> str:
-    """Return a digest of the weights in a folder of this machine: of each file's name and size, its
-    first bytes, which name the tensors, and samples of the rest. "" for a URL, and for a folder
-    that has none here.
+    """Return a digest of the weights of the model at ``path``, a folder or a URL; "" where none
+    are, or where a URL's store cannot be reached.
 
-    A model of other weights has another one, unless no sample differs.
+    That of a folder is of each file's name and size, its first bytes, which name the tensors, and
+    samples of the rest: a model of other weights has another one, unless no sample differs. That
+    of a URL is of each file's name and size, and of what its store says of the content or of the
+    last change; nothing is read.
     """
     if is_remote(path):
-        return ""
+        return _digest_at(path)
     files = [file for file in sorted(Path(path).glob("*")) if is_of_weights(file.name)]
     digest = sha256()
     for file in files:
@@ -104,6 +122,17 @@ def weights_digest(path: str) -> str:
     if not files:
         return ""
     return digest.hexdigest()
+
+
+def _digest_at(url: str) -> str:
+    try:
+        model = find_model(url)
+    except ConfigError:
+        return ""
+    files = [[one.name, one.nbytes, one.tag] for one in model.files if is_of_weights(one.name)]
+    if not files:
+        return ""
+    return sha256(json.dumps(files).encode()).hexdigest()
 
 
 def count_parameters(path: str) -> ModelSize | None:
@@ -138,13 +167,16 @@ def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor in a folder's ``*.safetensors``, by name; empty without
     such files.
     """
+    return {name: tensor.shape for name, tensor in stored_tensors(path).items()}
+
+
+def stored_tensors(path: str) -> dict[str, StoredTensor]:
+    """Return each tensor in a folder's ``*.safetensors``, on any fsspec URL, by name; empty
+    without such files. ConfigError for damaged ones.
+    """
     with reached(path):
         fs, folder = open_model(path)
-        try:
-            listed = fs.ls(folder, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        there = {PurePosixPath(str(info["name"])).name: info for info in listed}
+        there = listed_files(fs, folder)
 
         def index() -> bytes:
             text: bytes = fs.cat_file(str(there[INDEX]["name"]))
@@ -152,10 +184,19 @@ def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
 
         found = [there[name] for name in files_with_weights(path, there, index)]
         if isinstance(fs, LocalFileSystem):
-            return dict(shape for info in found for shape in _shapes_in(fs, str(info["name"])))
+            return dict(each for info in found for each in _tensors_in(fs, str(info["name"])))
         with ThreadPoolExecutor(_STREAMS) as pool:
             names = [fs.unstrip_protocol(str(info["name"])) for info in found]
-            return dict(chain.from_iterable(pool.map(_shapes_at, names, map(tag_of, found))))
+            return dict(chain.from_iterable(pool.map(_tensors_at, names, map(tag_of, found))))
+
+
+def listed_files(fs: Any, folder: str) -> dict[str, dict[str, Any]]:
+    """Return what a store says of each entry of a folder by its name; empty without a folder."""
+    try:
+        found = fs.ls(folder, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    return {PurePosixPath(str(info["name"])).name: info for info in found}
 
 
 def files_with_weights(path: str, there: Iterable[str], index: Callable[[], bytes]) -> list[str]:
@@ -232,6 +273,26 @@ def check_no_pattern(path: str, engine: str) -> None:
         )
 
 
+def check_no_other_weights(path: str, engine: str) -> None:
+    """Raise ConfigError for a model with ``*.safetensors`` beside those that hold its weights, as of
+    another precision (``variant``), where no index names these: ``engine`` would load all of them.
+
+    Files of Mistral's own library hold the same weights, and are left to the engine.
+    """
+    with reached(path):
+        there = listed_files(*open_model(path))
+    if INDEX in there:
+        return
+    found = {name for name in there if name.endswith(_ENDING) and not is_of_mistral(name)}
+    others = found - {_WHOLE}
+    if _WHOLE in found and others:
+        raise ConfigError(
+            f"model.path={path!r}: {engine} would load {_some(others)} as well as {_WHOLE}, in any "
+            f"order, where {INDEX} names none of them: move those files away, or take "
+            "rollout.engine=transformers"
+        )
+
+
 def check_has_safetensors(path: str, backend: str) -> None:
     """Raise ConfigError for a model at ``path`` whose weights are in files of other formats alone,
     of which ``backend`` reads none.
@@ -257,18 +318,18 @@ def shapes_in_file(url: str, subject: str) -> dict[str, tuple[int, ...]]:
     """
     try:
         fs, path = open_fs(url)
-        return dict(_shapes_in(fs, path))
+        return {name: tensor.shape for name, tensor in _tensors_in(fs, path)}
     except Exception as error:  # drivers of remote storage raise what they like
         raise ConfigError(f"{subject}: {url} cannot be read: {error}") from error
 
 
 @lru_cache(maxsize=4096)  # a run asks for each role, and again for each worker's memory
-def _shapes_at(url: str, tag: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _tensors_at(url: str, tag: str) -> tuple[tuple[str, StoredTensor], ...]:
     """Read the header of a file at a URL, whose ``tag`` would be another one if it had changed."""
-    return tuple(_shapes_in(*open_fs(url)))
+    return tuple(_tensors_in(*open_fs(url)))
 
 
-def _shapes_in(fs: Any, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _tensors_in(fs: Any, name: str) -> Iterator[tuple[str, StoredTensor]]:
     """Read one file's header: its length in 8 bytes little-endian, then JSON."""
     try:
         with fs.open(name, "rb") as file:
@@ -283,7 +344,7 @@ def _shapes_in(fs: Any, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         if end != 8 + length + max(ends, default=0):
             raise ValueError(f"it has {end} bytes, which are not all of its tensors or too many")
         yield from [
-            (key, tuple(map(int, tensor["shape"])))
+            (key, StoredTensor(tuple(map(int, tensor["shape"])), str(tensor["dtype"])))
             for key, tensor in header.items()
             if key != "__metadata__"
         ]

@@ -1,15 +1,21 @@
-"""Families of models that are computed in a slower way than others, for those who plan a run and
-build no model.
+"""For those who plan a run and build no model: whether a model's files are whole, and which
+families are computed in a slower way than others.
 
-Trainers and engines find this out by a trial when they build one, whatever its family. The tables
-here are what the trials find of the families in ``tests/training/test_families.py``, which holds
-them to it.
+Trainers and engines find the latter out by a trial when they build one, whatever its family. The
+tables here are what the trials find of the families in ``tests/training/test_families.py``, which
+holds them to it.
 """
 
 from __future__ import annotations
 
-from siirl_dask.models.architecture import read_config
+from functools import lru_cache
 
+from siirl_dask.models.architecture import read_config
+from siirl_dask.models.cache import open_model
+from siirl_dask.models.remote import reached, tag_of
+from siirl_dask.models.shapes import listed_files
+
+_CONFIG = "config.json"
 _NOT_REPLACED = "its attention cannot be replaced"
 PADDED = {
     "bloom": _NOT_REPLACED,
@@ -31,6 +37,30 @@ GENERATED = (
 )  # fmt: skip
 """``model_type`` of those that the transformers engine samples with transformers' ``generate``,
 not its own loop."""
+
+
+def check_model(path: str) -> None:
+    """Check the files of the model at ``path``, on any fsspec URL, as ``check_weights`` of
+    weight_files.py does; once for files that stay as they are, whichever role asks.
+
+    Does nothing where no ``config.json`` is. ConfigError for files that are not of the model.
+    """
+    with reached(path):
+        fs, folder = open_model(path)
+        there = listed_files(fs, folder)
+    if _CONFIG not in there:
+        return
+    files = [(name, str(info["size"]), tag_of(info)) for name, info in there.items()]
+    _check_files(path, tuple(sorted(files)))
+
+
+@lru_cache(maxsize=64)  # roles of a run ask for the same model
+def _check_files(path: str, files: tuple[tuple[str, str, str], ...]) -> None:
+    """Check the files of a model, of which ``files`` has names, sizes and tags."""
+    # torch and transformers, which take seconds
+    from siirl_dask.models.weight_files import check_weights
+
+    check_weights(path)
 
 
 def why_padded(path: str) -> str | None:

@@ -13,16 +13,18 @@ from transformers import PreTrainedModel
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import empty_model, read_config, understood
+from siirl_dask.models.cache import check_no_adapters
 from siirl_dask.models.experts import joined
 from siirl_dask.models.packed_weights import packing_of
 from siirl_dask.models.remote import is_remote
-from siirl_dask.models.shapes import INDEX, files_with_weights, weight_shapes
+from siirl_dask.models.shapes import INDEX, files_with_weights, stored_tensors
 from siirl_dask.models.weight_names import (
     lacking,
     read_stored,
     stored_parameters,
     tied_apart,
     tied_names,
+    unfit,
 )
 
 _NAMED = 4  # parameters in a message
@@ -54,17 +56,19 @@ def open_tensors(path: str) -> dict[str, Any]:
 
 def check_weights(path: str) -> None:
     """Check that the ``*.safetensors`` of the model at ``path``, on any fsspec URL, have each
-    parameter of the generating model that its ``config.json`` describes, and in its shape.
+    parameter of the generating model that its ``config.json`` describes, in its shape and as
+    floating-point numbers, and nothing else for its layers.
 
     Does nothing without a ``config.json`` and for packed weights, and looks at no weights without
     such files.
 
     Raises:
-        ConfigError: they do not, or transformers has no such model.
+        ConfigError: they do not, transformers has no such model, or adapters are beside it.
     """
     config = read_config(path)
     if config is None or packing_of(path) is not None:
         return
+    check_no_adapters(path)
     model = understood(path, config, empty_model)
     if model is None:
         code = ""
@@ -74,10 +78,11 @@ def check_weights(path: str) -> None:
             f"model.path={path!r}: transformers has no generating model of the model_type "
             f"{config.get('model_type')!r} of its config.json{code}"
         )
-    shapes = weight_shapes(path)
-    if not shapes:
+    tensors = stored_tensors(path)
+    if not tensors:
         return
-    problems = lacking(model, shapes)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    problems = [*lacking(model, shapes), *unfit(model, tensors)]
     if problems:
         more = ""
         if len(problems) > _NAMED:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ from transformers.core_model_loading import (
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.experts import joined
 
+if TYPE_CHECKING:
+    from siirl_dask.models.shapes import StoredTensor
+
+_FLOATING = ("F32", "BF16", "F16", "F64")  # types of weights, as safetensors names them
 Stored = tuple[str, Any]
 """Name of a weight in an open file, and that file; ``file.get_slice(name)`` reads it."""
 
@@ -146,14 +150,48 @@ def unknown_names(model: PreTrainedModel, in_files: Iterable[str]) -> list[str]:
     """Return the names in a folder's files of what a model has not, and makes no parameter of: a
     tower's weights where the model is of text alone, or heads for several tokens.
     """
+    return [name for name, _, is_known in _as_parameters(model, in_files) if not is_known]
+
+
+def unfit(model: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Return a clause for each tensor of a folder's files that transformers would load, or leave
+    out, so that another model is computed than the one that was saved.
+
+    Those are numbers that need scales where none are applied, as of weights in 8 bits, and a bias
+    or scales of a layer which the model, that may be without memory, has without them.
+    """
+    state = model.state_dict()
+    with_parameters = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    rules = [re.compile(rule) for rule in model._keys_to_ignore_on_load_unexpected or ()]
+    buffers = {name for name, _ in model.named_buffers()}
+    clauses = []
+    for name, renamed, is_known in _as_parameters(model, tensors):
+        dtype = tensors[name].dtype
+        own = state.get(renamed, state.get(name))
+        if is_known and dtype not in _FLOATING and (own is None or own.is_floating_point()):
+            clauses.append(
+                f"{name} is {dtype} where one of {', '.join(_FLOATING)} was expected, and there is "
+                "no quantization_config"
+            )
+        in_layer = renamed.rpartition(".")[0] in with_parameters
+        if is_known or not in_layer or renamed in buffers:
+            continue
+        if not any(rule.search(renamed) for rule in rules):
+            clauses.append(f"{name} is there, and the layer of that name has none")
+    return clauses
+
+
+def _as_parameters(
+    model: PreTrainedModel, in_files: Iterable[str]
+) -> Iterator[tuple[str, str, bool]]:
+    """Yield each name in files, the name that transformers gives it, and whether the model has a
+    parameter or buffer of it.
+    """
     there = dict.fromkeys(model.state_dict(), True)
     renamings, converters = _by_kind(get_model_conversion_mapping(model))
-    unknown = []
     for name in in_files:
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
-        if renamed not in there and name not in there:
-            unknown.append(name)
-    return unknown
+        yield name, renamed, renamed in there or name in there
 
 
 class _Made:

@@ -15,6 +15,7 @@ from siirl_dask.models.architecture import read_architecture, read_config
 from siirl_dask.models.longest_row import check_longest_row
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters
+from siirl_dask.models.slower_families import check_model
 from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.rollout.memory import EngineOnWorkers
 from siirl_dask.rollout.specs import ENGINES, EngineRole, EngineSpec, check_passed_over, engine_spec
@@ -45,9 +46,7 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     if rollout.router_replay:
         read_routing(model.path)
     if spec.name in ENGINES:  # another one may have loaders of its own
-        from siirl_dask.models.weight_files import check_weights  # torch, which takes seconds
-
-        check_weights(model.path)
+        check_model(model.path)
     check_longest_row(model, role.longest)
     check_passed_over(rollout)
     engine_notes = spec.check(role)

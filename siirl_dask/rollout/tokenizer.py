@@ -10,7 +10,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
@@ -383,21 +389,15 @@ class HuggingFaceTokenizer:
         return self.encode_more(str(text).partition(_TURN)[2].strip())
 
 
-def load_tokenizer(
-    path: str, subject: str, generation: GenerationConfig | None = None
-) -> HuggingFaceTokenizer:
+def load_tokenizer(path: str, subject: str) -> HuggingFaceTokenizer:
     """Load the tokenizer in a Hugging Face folder. ConfigError, beginning with ``subject``, if
     it cannot be loaded.
-
-    ``generation`` has the model's end tokens where the folder has no ``generation_config.json``.
     """
     with refused_by_name(path, subject):
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
-        found = read_generation_config(path)
-        if found is not None:
-            generation = found
+        generation = read_generation_config(path)
     files = {*_OF_TOKENIZERS, *tokenizer.vocab_files_names.values()}
     if tokenizer.vocab_files_names and not any(Path(path, file).is_file() for file in files):
         # transformers would make an empty one, to which a prompt has no tokens, or unknown ones
@@ -421,10 +421,19 @@ def read_vocabulary(path: str) -> int | None:
 
 
 def read_generation_config(path: str) -> GenerationConfig | None:
-    """Read the generation config in a model's folder; None where there is none."""
-    if not Path(path, "generation_config.json").is_file():
+    """Read the generation config in a model's folder; where there is none, the end tokens that
+    transformers would take from its ``config.json``. None without either.
+    """
+    if Path(path, "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(path)
+    config = read_config(path)
+    if config is None or config.get("model_type") not in CONFIG_MAPPING:
         return None
-    return GenerationConfig.from_pretrained(path)
+    model = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    ends = getattr(model, "eos_token_id", None)
+    if ends is None:
+        ends = getattr(model.get_text_config(), "eos_token_id", None)
+    return GenerationConfig(eos_token_id=ends)
 
 
 def end_tokens(config: GenerationConfig | None, own: int | None, path: str) -> frozenset[int]:
@@ -435,7 +444,8 @@ def end_tokens(config: GenerationConfig | None, own: int | None, path: str) -> f
     ends = [configured] if isinstance(configured, int) else list(configured or [])
     if not all(isinstance(end, int) for end in ends):
         raise ConfigError(
-            f"model.path={path!r}: its generation_config.json has eos_token_id={configured!r}: "
+            f"model.path={path!r}: its generation_config.json, or else config.json, has "
+            f"eos_token_id={configured!r}: "
             "expected ids of tokens"
         )
     if own is not None:

@@ -24,12 +24,12 @@ from siirl_storage import (
     set_retry_seconds,
 )
 
-from siirl_dask.config import Config, Dtype
+from siirl_dask.config import AgentConfig, Config, Dtype
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.models.cache import folder_here
 from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.folder import check_writable
-from siirl_dask.runs.identity_file import read_identity_file
+from siirl_dask.runs.identity_file import agent_model_key, read_identity_file
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
 
@@ -142,7 +142,7 @@ def write_folder(
     frozen = [] if adapted else frozen_parts(config.trainer, family, sees_images=sees)
     buffers = weight_buffers(folder_here(config.model.path, weights=False))
     if adapted or frozen or buffers:
-        _check_base(run, config.model.path)
+        _check_base(run, config, role)
     base = folder_here(config.model.path, weights=adapted or bool(frozen or buffers))
     if adapted:
         weights = with_base(weights, config.trainer, base)
@@ -155,19 +155,23 @@ def write_folder(
         check_export(folder, trained, base, kind, alpha=config.trainer.lora.alpha)
 
 
-def _check_base(run: str, base: str) -> None:
-    """Raise ConfigError where the folder ``base`` has other weights than when the run was started:
-    what did not learn would be another model's.
+def _check_base(run: str, config: Config, role: str) -> None:
+    """Raise ConfigError where the base of ``role`` has other weights than when the run was started:
+    what did not learn would be another model's. ``config`` is that of the role.
     """
     from siirl_dask.models.shapes import weights_digest
 
     recorded = read_identity_file(run)
-    if recorded is None or recorded.models.get("model.path") is None:
+    key = "model.path"
+    if _agent_of(config, role) is not None:
+        key = agent_model_key(_agent_name(role))
+    if recorded is None or key not in recorded.models:
         return
+    base = config.model.path
     digest = weights_digest(base)
-    if digest and digest not in recorded.models.values():
+    if digest and digest != recorded.models[key]:
         raise ConfigError(
-            f"model.path={base!r} has other weights than when run {run!r} was started, and what "
+            f"{key}={base!r} has other weights than when run {run!r} was started, and what "
             "did not learn is of those: bring them back, or with adapters give --adapter"
         )
 
@@ -208,10 +212,19 @@ def config_of_role(config: Config, role: str) -> Config:
     """Return the configuration with the model and the trainer of the agent that the role
     ``policy_AGENT`` is of.
     """
-    agent = config.agents.get(role.rpartition("_")[2])
+    agent = _agent_of(config, role)
     if agent is None:
         return config
     return replace(config, model=agent.model, trainer=agent.trainer)
+
+
+def _agent_of(config: Config, role: str) -> AgentConfig | None:
+    """Return the agent that the role ``policy_AGENT`` is of; None for a role of no agent."""
+    return config.agents.get(_agent_name(role))
+
+
+def _agent_name(role: str) -> str:
+    return role.rpartition("_")[2]
 
 
 def _adapted(run: str, config: Config, weights: Mapping[str, Any]) -> bool:

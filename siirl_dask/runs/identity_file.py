@@ -134,7 +134,7 @@ class IdentityFile:
     Empty in a run of an earlier version."""
     models: Mapping[str, str] = field(default_factory=dict)
     """Digest of the weights that the run began with, by the configuration's key that names their
-    folder, where that is on the machine that started the run: ``weights_digest``."""
+    folder or URL, where the machine that started the run could see them: ``weights_digest``."""
     digests: Sequence[str] = ()
     """Digests of the run's identity in other places, where it was before: it is the same run, and
     what it wrote there is its own."""
@@ -152,6 +152,11 @@ class IdentityFile:
             "digests": [*self.digests],
         }
         write_atomic(fs, path, (json.dumps(document, indent=1) + "\n").encode())
+
+
+def agent_model_key(agent: str) -> str:
+    """Return the configuration's key that names the model of an agent."""
+    return f"agents.{agent}.model.path"
 
 
 def read_identity_file(url: str) -> IdentityFile | None:

@@ -14,7 +14,7 @@ from siirl_dask.devices.operators import AUTO, LIBRARIES, check_backend_operator
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.models.architecture import read_config
 from siirl_dask.models.shapes import read_widths
-from siirl_dask.models.slower_families import why_padded
+from siirl_dask.models.slower_families import check_model, why_padded
 from siirl_dask.training.specs import TRAINER_KEYS, TRAINERS, TrainerSpec, trainer_spec
 
 
@@ -28,9 +28,7 @@ def check_layout(trainer: TrainerConfig, model: ModelConfig, workers: int) -> No
     spec = trainer_spec(trainer.backend)
     if trainer.backend in TRAINERS:
         # their options are checked where the configuration is made
-        from siirl_dask.models.weight_files import check_weights  # torch, which takes seconds
-
-        check_weights(model.path)
+        check_model(model.path)
     else:
         _check_read(trainer, spec)
     spec.check(trainer, model, workers)

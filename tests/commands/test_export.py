@@ -78,15 +78,16 @@ def run(request, digits_task, tmp_path):
             weight += 0.02 * torch.randn(
                 weight.shape, generator=torch.Generator().manual_seed(number)
             )
-        folder = checkpoints.folder(step)
-        saved = (
-            DistributedCheckpoint(asynchronous=False)
-            .save(f"{folder}/policy", trainer.state(), None)
-            .result()
-        )
-        files = {f"policy/{name}": digest for name, digest in saved.items()}
-        checkpoints.commit(folder, CheckpointState(step=step, roles=["policy"]), files)
+        commit(checkpoints, step, "policy", trainer)
     return url, base, trainer
+
+
+def commit(checkpoints, step, role, trainer):
+    folder = checkpoints.folder(step)
+    saving = DistributedCheckpoint(asynchronous=False)
+    saved = saving.save(f"{folder}/{role}", trainer.state(), None).result()
+    files = {f"{role}/{name}": digest for name, digest in saved.items()}
+    checkpoints.commit(folder, CheckpointState(step=step, roles=[role]), files)
 
 
 @pytest.mark.parametrize("run", ["tied", "untied", "experts"], indirect=True)
@@ -256,6 +257,52 @@ def test_a_model_that_learned_whole_needs_no_weights_of_its_base(run, tmp_path):
     export(url, str(tmp_path / "earlier"))  # a run of an earlier version has recorded none
 
 
+def test_adapters_of_an_agent_are_merged_with_weights_of_its_own_model(tmp_path):
+    """The run's model, which is that of the other agent, may have any others."""
+    url = str(tmp_path / "run")
+    bases = {name: tiny_model(tmp_path / name) for name in ("a", "b")}
+    with_other_weights(bases["b"])
+    file = load_config_file(
+        shipped("quickstart_agents.yaml"),
+        [
+            f"run.url={url}",
+            f"model.path={bases['a']}",
+            f"agents.b.model.path={bases['b']}",
+            "trainer.lora.rank=4",
+        ],
+    )
+    config = file.config
+    models = model_versions(config)
+    assert models.keys() == {"model.path", "agents.a.model.path", "agents.b.model.path"}
+    assert models["model.path"] == models["agents.a.model.path"] != models["agents.b.model.path"]
+    write_identity(config, dags(file)[0], replace=False, models=models)
+    agent = config.agents["b"]
+    trainer = build_trainer(
+        Device("w"), Rank(), model=agent.model, trainer=agent.trainer, rollout=agent.rollout
+    )
+    commit(Checkpoints(attempt=take(url, 30.0, print), keep=9), 1, "policy_b", trainer)
+    with_other_weights(bases["a"])
+    export(url, str(tmp_path / "out"), role="policy_b", verify=True)
+    with_other_weights(bases["b"])
+    with pytest.raises(ConfigError, match=r"agents\.b\.model\.path=.* has other weights than when"):
+        export(url, str(tmp_path / "other"), role="policy_b")
+
+
+def test_the_digest_of_weights_at_a_url_is_of_what_its_store_says_of_them(s3):
+    url = f"{s3}/{uuid4().hex}/model"
+    fs, path = open_fs(url)
+    assert weights_digest(url) == "", "nothing is there"
+    fs.pipe_file(f"{path}/config.json", b"{}")
+    assert weights_digest(url) == "", "no weights are there"
+    fs.pipe_file(f"{path}/model.safetensors", b"weights")
+    digest = weights_digest(url)
+    fs.pipe_file(f"{path}/model.safetensors", b"weights")
+    fs.pipe_file(f"{path}/config.json", b"{ }")
+    assert weights_digest(url) == digest
+    fs.pipe_file(f"{path}/model.safetensors", b"Weights")
+    assert weights_digest(url) not in (digest, "")
+
+
 def test_the_digest_of_weights_is_of_their_content(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -268,7 +315,7 @@ def test_the_digest_of_weights_is_of_their_content(tmp_path):
     content["weight"][1_000_000:] += 1.0
     save_file(content, tmp_path / "b" / "model.safetensors")
     assert digest != weights_digest(str(tmp_path / "b"))
-    assert weights_digest(str(tmp_path)) == weights_digest("hf://org/model") == ""
+    assert weights_digest(str(tmp_path)) == ""
 
 
 @pytest.mark.parametrize("run", ["adapters"], indirect=True)

@@ -3,6 +3,7 @@ numbers.
 """
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -119,6 +120,19 @@ def test_an_unpacked_model_has_the_weights_that_transformers_unpacks(
     assert found.keys() == expected.keys()
     for name, parameter in found.items():
         assert torch.equal(parameter, expected[name]), name
+
+
+@pytest.mark.parametrize("part", ["text_config", None])
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_an_unpacked_model_says_nothing_of_packed_weights(part, key, in_fp8, tmp_path):
+    folder = shutil.copytree(in_fp8, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    packing = {key: config.pop("quantization_config")}
+    if part is not None:
+        packing = {part: packing}
+    (folder / "config.json").write_text(json.dumps(config | packing))
+    unpack(str(folder), str(tmp_path / "out"))
+    check_not_packed(str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("backend", [Backend.torch, Backend.fsdp])

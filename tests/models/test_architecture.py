@@ -152,3 +152,22 @@ def test_a_config_with_impossible_sizes_is_refused_with_its_folder(tmp_path, dam
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="a list where an object was expected"):
         read_architecture(folder)
+
+
+def test_a_mixture_with_names_of_its_own_is_sized_as_transformers_names_it(tmp_path):
+    """LongCat-Flash as it is published: two halves of a layer count as layers."""
+    config = {
+        "model_type": "longcat_flash",
+        "hidden_size": 6144,
+        "ffn_hidden_size": 12288,
+        "expert_ffn_hidden_size": 2048,
+        "num_layers": 28,
+        "num_attention_heads": 64,
+        "n_routed_experts": 512,
+        "zero_expert_num": 256,
+        "moe_topk": 12,
+        "vocab_size": 131072,
+    }
+    found = read_architecture(str(write_config(tmp_path, config)))
+    assert (found.layers, found.intermediate) == (56, 12288)
+    assert (found.chosen, found.expert, found.inner) == (12, 2048, 12 * 2048)

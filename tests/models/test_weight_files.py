@@ -19,7 +19,10 @@ from siirl_dask.cli import main
 from siirl_dask.config import Backend, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
+from siirl_dask.models import weight_files
+from siirl_dask.models.loading import load_pretrained, model_class
 from siirl_dask.models.shapes import INDEX, weight_shapes
+from siirl_dask.models.slower_families import check_model
 from siirl_dask.models.weight_files import check_weights, open_tensors
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.training import build_trainer
@@ -167,6 +170,25 @@ def without_projection(tensors):
     return tensors
 
 
+def packed_in(dtype):
+    """As of weights in 8 bits whose config.json has lost its quantization_config."""
+
+    def change(tensors):
+        for name in [name for name in tensors if "_proj.weight" in name]:
+            scale = tensors[name].abs().max() / 100
+            tensors[name] = (tensors[name] / scale).to(dtype)
+        return tensors
+
+    return change
+
+
+def with_tensor(name):
+    def change(tensors):
+        return tensors | {f"model.layers.0.{name}": torch.ones(8)}
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("config", "weights", "said"),
     [
@@ -177,6 +199,12 @@ def without_projection(tensors):
         ({"head_dim": None}, None, "config.json cannot be read: .*head_dim"),
         ({"torch_dtype": "auto", "dtype": None}, None, "config.json cannot be read: .*auto"),
         ({}, without_projection, "q_proj.weight is not there"),
+        ({}, packed_in(torch.float8_e4m3fn), "_proj.weight is F8_E4M3 where one of F32, BF16"),
+        ({}, packed_in(torch.int8), "_proj.weight is I8 where one of F32.* no quantization_config"),
+        ({}, with_tensor("self_attn.q_proj.bias"), "q_proj.bias is there, and the layer of that"),
+        ({}, with_tensor("mlp.up_proj.weight_scale_inv"), "weight_scale_inv is there, and the la"),
+        ({}, with_tensor("self_attn.rotary_emb.inv_freq"), None),
+        ({}, lambda tensors: {name: tensors[name].half() for name in tensors}, None),
         ({"model_type": "its_own"}, None, "no generating model of the model_type 'its_own'"),
         ({"model_type": None}, None, "no generating model of the model_type None"),
         ({"model_type": "vit"}, None, "no generating model of the model_type 'vit'"),
@@ -199,6 +227,40 @@ def test_files_that_are_not_of_the_model_of_the_config_are_refused(folder, confi
         return
     with pytest.raises(ConfigError, match=said):
         check_weights(str(folder))
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_adapters_beside_weights_are_refused_which_some_loaders_would_add(folder, weights):
+    """transformers adds them, or wants their weights; fsdp and engines do not look at them."""
+    layer = "model.layers.0.self_attn.q_proj"
+    _, columns = load_file(folder / WHOLE)[f"{layer}.weight"].shape
+    options = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(options))
+    if weights:
+        halves = {f"base_model.model.{layer}.lora_A.weight": torch.ones(2, columns)}
+        save_file(halves, folder / "adapter_model.safetensors")
+    kind = model_class(str(folder), "the model")
+    for refused in (
+        lambda: check_weights(str(folder)),
+        lambda: load_pretrained(kind, str(folder), torch.float32, "the model"),
+    ):
+        with pytest.raises(ConfigError, match=r"has adapter_config.json beside .* trainer.lora.pa"):
+            refused()
+
+
+def test_a_model_is_checked_again_once_its_files_have_changed(folder, monkeypatch):
+    checked = []
+    monkeypatch.setattr(weight_files, "check_weights", checked.append)
+    check_model(str(folder))
+    check_model(str(folder))
+    assert checked == [str(folder)]
+    changed_weights(folder, lambda tensors: {name: tensors[name].half() for name in tensors})
+    check_model(str(folder))
+    changed_config(folder, tie_word_embeddings=False)
+    check_model(str(folder))
+    assert checked == 3 * [str(folder)]
+    check_model(str(folder / "nothing"))
+    assert checked == 3 * [str(folder)]
 
 
 def with_head(factor):

@@ -1,6 +1,7 @@
 """Tests of engines on several workers that need no vLLM: placement, refused mistakes."""
 
 import json
+import shutil
 
 import pytest
 
@@ -11,6 +12,7 @@ from siirl_dask.config.file import dump, load_config_file, shipped
 from siirl_dask.driver.checks.preflight import check
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.errors import ConfigError, PlanError
+from siirl_dask.models.shapes import INDEX
 from siirl_dask.rollout.specs import EngineRole, engine_spec
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.worker.peers.data_plane import DataSettings
@@ -226,18 +228,42 @@ def test_a_worker_holds_a_slice_of_the_weights_and_a_cache_of_its_own(digits_tas
     assert found[1] == -(-found[0] // 2)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
-@pytest.mark.parametrize("name", ["exp[1]", "a*b", "a?b"])
-def test_a_folder_in_which_an_engine_reads_a_pattern_is_refused(tmp_path, engine, name):
-    model = ModelConfig(path=str(tiny_model(tmp_path / name)))
-    spec = engine_spec(Engine(engine))
+def role_of(engine, folder):
+    """Return what an engine's spec checks, and the spec."""
+    model = ModelConfig(path=str(folder))
     sampler = Sampler.exact
     if engine == "sglang":
         sampler = Sampler.sglang
     rollout = rollout_config(engine=Engine(engine), sampler=sampler)
     role = EngineRole(model=model, rollout=rollout, config=Config(model=model, rollout=rollout))
+    return role, engine_spec(Engine(engine))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+@pytest.mark.parametrize("name", ["exp[1]", "a*b", "a?b"])
+def test_a_folder_in_which_an_engine_reads_a_pattern_is_refused(tmp_path, engine, name):
+    role, spec = role_of(engine, tiny_model(tmp_path / name))
     if engine == "transformers":
         spec.check(role)
     else:
         with pytest.raises(ConfigError, match=r"in the path of a model as a pattern"):
+            spec.check(role)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+@pytest.mark.parametrize("other", ["model.fp16.safetensors", "consolidated.safetensors"])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_other_weights_that_an_engine_would_load_as_well_are_refused(
+    tmp_path, engine, other, indexed
+):
+    folder = tiny_model(tmp_path / "model")
+    shutil.copy(folder / "model.safetensors", folder / other)
+    if indexed:
+        index = {"metadata": {}, "weight_map": {"lm_head.weight": "model.safetensors"}}
+        (folder / INDEX).write_text(json.dumps(index))
+    role, spec = role_of(engine, folder)
+    if engine == "transformers" or indexed or other == "consolidated.safetensors":
+        spec.check(role)
+    else:
+        with pytest.raises(ConfigError, match=f"would load {other} as well as model.safetensors"):
             spec.check(role)

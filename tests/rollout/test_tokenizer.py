@@ -4,6 +4,8 @@ an answer begun.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from siirl_dask.config import ModelConfig
 from siirl_dask.driver.checks.prompt_rows import tokenizer_here
 from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.rollout.chat_turns import ChatTurns
+from siirl_dask.rollout.model_folder import read_model_folder
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.tasks.tiny_model import tiny_model, tiny_tokenizer
@@ -210,6 +213,27 @@ def test_a_token_that_the_models_embedding_has_not_is_refused(prompt, tmp_path):
         ):
             own.encode(prompt)
     engine.close()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("ends", [7, [7, 9]])
+def test_end_tokens_of_a_config_count_where_there_is_no_generation_config(ends, nested, tmp_path):
+    """For every engine: they are those of transformers' own loader."""
+    tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": ends}
+    if nested:
+        config = {"model_type": "llava", "text_config": config, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").unlink()
+    expected = {7} | set(ends if isinstance(ends, list) else [])
+    found = load_tokenizer(str(tmp_path), "model")
+    assert found.end_tokens == expected | {found.eos_token_id}
+    if not nested:
+        folder = read_model_folder(ModelConfig(path=str(tmp_path)))
+        assert set(folder.end_tokens) == found.end_tokens
+        engine = TransformersEngine(ModelConfig(path=str(tmp_path)))
+        assert engine.tokenizer.end_tokens == found.end_tokens
+        engine.close()
 
 
 def without_tokenizer(folder):

@@ -1,6 +1,7 @@
 """An exported folder is that of the base with other weights, for whatever reads it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,11 +9,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from siirl_dask.config import Dtype
+from siirl_dask.config import Dtype, LoraConfig, TrainerConfig
 from siirl_dask.errors import ConfigError
+from siirl_dask.models import adapter_folder
 from siirl_dask.rollout.weight_loading import WeightLoader
 from siirl_dask.tasks.tiny_model import tiny_model, tiny_tokenizer
 from siirl_dask.tasks.vocabulary import VOCABULARY
+from siirl_dask.training.files import hugging_face
 from siirl_dask.training.files.hugging_face import weight_buffers, write_hugging_face
 from siirl_dask.training.files.verify import check_export
 
@@ -290,3 +293,30 @@ def test_all_files_that_hold_no_weights_are_copied_as_they_are_but_for_the_type(
     copied = {"generation_config.json", "tokenizer_config.json", "tokenizer.json", "merges.txt"}
     assert {file.name for file in out.iterdir()} == {*copied, "config.json", "model.safetensors"}
     assert all((out / name).read_bytes() == (base / name).read_bytes() for name in copied)
+
+
+@pytest.mark.parametrize(
+    ("base", "named", "revision"),
+    [
+        ("hf://org/name", "org/name", None),
+        ("hf://org/name@v1", "org/name", "v1"),
+        ("hf://org/name@v1/folder", "hf://org/name@v1/folder", None),
+        ("s3://bucket/name", "s3://bucket/name", None),
+    ],
+)
+def test_adapters_name_a_base_of_the_hub_as_peft_does(base, named, revision, tmp_path, monkeypatch):
+    configs = {"hf://org/name": {"hidden_size": 64}, "hf://org/other": {"hidden_size": 32}}
+    monkeypatch.setattr(hugging_face, "read_config", configs.get)
+    monkeypatch.setattr(adapter_folder, "read_config", configs.get)
+    adapters = {
+        "model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(4, 8),
+        "model.layers.0.self_attn.q_proj.lora_B.weight": torch.zeros(8, 4),
+    }
+    trainer = replace(TrainerConfig(), lora=LoraConfig(rank=4))
+    hugging_face.write_adapters(tmp_path, adapters, trainer, base, Dtype.float32)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (named, revision)
+    adapter_folder.check_same_base(named, "hf://org/name", "lora.path")
+    if named == "org/name":
+        with pytest.raises(ConfigError, match=r"another model, 'hf://org/name', .* in hidden_size"):
+            adapter_folder.check_same_base(named, "hf://org/other", "lora.path")

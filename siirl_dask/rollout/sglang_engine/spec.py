@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from siirl_dask.config import ImagesConfig, RolloutConfig, Sampler
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.longest_row import check_frequencies_are_pinned
-from siirl_dask.models.shapes import check_no_pattern
+from siirl_dask.models.shapes import check_no_other_weights, check_no_pattern
 from siirl_dask.planner import Footprint
 from siirl_dask.rollout.engine import RolloutEngine
 from siirl_dask.rollout.memory import (
@@ -56,6 +56,7 @@ def _check(role: EngineRole) -> Sequence[str]:
     """Raise ConfigError for images, and for rotary frequencies that nothing pins in SGLang."""
     _check_no_images(role.images)
     check_no_pattern(role.model.path, "SGLang")
+    check_no_other_weights(role.model.path, "SGLang")
     check_frequencies_of_sglang(role.model)
     check_frequencies_are_pinned(role.model)
     return ()

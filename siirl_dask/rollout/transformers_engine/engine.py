@@ -362,7 +362,7 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
     dtype = torch_dtype(model.dtype, torch.device(device))
     kind = model_class(model.path, key)
     network = load_pretrained(kind, model.path, dtype, key, longest_row=model.longest_row)
-    tokenizer = load_tokenizer(model.path, key, network.generation_config)
+    tokenizer = load_tokenizer(model.path, key)
     network.to(device).eval()  # type: ignore[arg-type]  # a decorator hides its type
     if model.float32_head:
         _compute_head_in_float32(network)

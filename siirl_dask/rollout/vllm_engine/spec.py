@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from siirl_dask.config import ModelConfig, RolloutConfig, Sampler
 from siirl_dask.errors import ConfigError, clause
-from siirl_dask.models.shapes import check_no_pattern, read_widths
+from siirl_dask.models.shapes import check_no_other_weights, check_no_pattern, read_widths
 from siirl_dask.rollout.engine import RolloutEngine
 from siirl_dask.rollout.specs import (
     Abilities,
@@ -51,6 +51,7 @@ def _check(role: EngineRole) -> Sequence[str]:
     """
     rollout = role.rollout
     check_no_pattern(role.model.path, "vLLM")
+    check_no_other_weights(role.model.path, "vLLM")
     length = rollout.vllm.engine_kwargs.get("max_model_len")
     if isinstance(length, int) and length > 0:
         check_engine_length(role.model, length)

@@ -35,7 +35,8 @@ from siirl_dask.models.loading import (
     refused_by_name,
 )
 from siirl_dask.models.number_type import torch_dtype
-from siirl_dask.models.remote import is_of_weights
+from siirl_dask.models.packed_weights import PACKING_KEYS, read_packing
+from siirl_dask.models.remote import HUB, hub_name, is_of_weights
 from siirl_dask.models.weight_files import open_tensors
 from siirl_dask.models.weight_names import (
     FileNames,
@@ -101,7 +102,7 @@ def _name_as_in(base: str, folder: Path, model: PreTrainedModel) -> None:
     state: dict[str, Tensor] = {}
     for name, tensor in FileNames(model, there).of(parameters):
         state[name] = tensor.clone()  # an expert is a part of another tensor's memory
-    if "quantization_config" not in (read_config(base) or {}):
+    if read_packing(base) is None:
         for name in unknown_names(model, there):
             tensor = there[name].get_tensor(name)
             state[name] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
@@ -129,7 +130,10 @@ def copy_others(base: Path, folder: Path, dtype: str) -> None:
     config = json.loads((base / _CONFIG).read_text(encoding="utf-8"))
     if not _set_dtype(config, dtype):
         config["torch_dtype"] = dtype
-    config.pop("quantization_config", None)  # of weights that were unpacked to be trained
+    for part in (config, config.get("text_config")):
+        for key in PACKING_KEYS:  # of weights that were unpacked to be trained
+            if isinstance(part, dict):
+                part.pop(key, None)
     (folder / _CONFIG).write_text(
         json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )
@@ -198,6 +202,11 @@ def write_adapters(
     ) in FAMILIES  # a name may be of decoder and tower alike
     targets = sorted(layers if several else {layer.rpartition(".")[2] for layer in layers})
     config = peft_config(trainer.lora.rank, trainer.lora.alpha, targets, base)
+    if base.startswith(HUB):
+        name = hub_name(base)
+        if not name.folder:  # peft has no name for a folder in a repository
+            config.base_model_name_or_path = name.repo
+            config.revision = name.revision
     config.inference_mode = True
     config.save_pretrained(folder)
     named = {
