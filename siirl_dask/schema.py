@@ -278,13 +278,18 @@ def decoded(kind: DataType, leaf: Callable[[DataType], DataType] = lambda kind: 
 
 def loaded_type(kind: DataType) -> DataType:
     """Return the type in which workers hold a dataset's column: decoded, with offsets of 64 bits, and
-    texts for what is null in every row within lists and structs, which may be anything.
+    see ``inner_nulls_as_text``.
+    """
+    return with_large_offsets(inner_nulls_as_text(kind))
 
-    Arrow's cast fails for nulls in lists (pyarrow 26).
+
+def inner_nulls_as_text(kind: DataType) -> DataType:
+    """Return a type, decoded, with texts for what is null in every row within lists and structs,
+    which may be anything: Arrow's cast fails for nulls in lists (pyarrow 26).
     """
     if pa.types.is_null(kind):
         return kind
-    return with_large_offsets(decoded(kind, _text_for_null))
+    return decoded(kind, _text_for_null)
 
 
 def _text_for_null(kind: DataType) -> DataType:

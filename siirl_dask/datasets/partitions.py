@@ -19,7 +19,7 @@ from siirl_storage import Part, StorageError, join, open_fs, read_rows, stage
 from siirl_dask.datasets.casting import cast
 from siirl_dask.datasets.mapping import common_type, storable
 from siirl_dask.errors import DataError
-from siirl_dask.schema import decoded, is_index_column
+from siirl_dask.schema import decoded, inner_nulls_as_text, is_index_column
 from siirl_dask.tables import path_steps
 from siirl_dask.wording import exception_text
 
@@ -193,27 +193,8 @@ def common_schema(partitions: Iterable[StagedPartition]) -> pa.Schema:
                 )
             fields[field.name] = known.with_type(kind)
     return pa.schema(
-        [field.with_type(_inner_nulls_as_text(field.type)) for field in fields.values()]
+        [field.with_type(inner_nulls_as_text(field.type)) for field in fields.values()]
     )
-
-
-def _inner_nulls_as_text(kind: pa.DataType) -> pa.DataType:
-    """Return a type with text for keys and items that have no value anywhere: Arrow cannot cast
-    nulls within lists, and so not read them from Parquet into a table's schema.
-    """
-    if pa.types.is_struct(kind):
-        return pa.struct([_inner_null_as_text(field) for field in kind])
-    if pa.types.is_list(kind):
-        return pa.list_(_inner_null_as_text(kind.value_field))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(_inner_null_as_text(kind.value_field))
-    return kind
-
-
-def _inner_null_as_text(field: pa.Field) -> pa.Field:
-    if pa.types.is_null(field.type):
-        return field.with_type(pa.string())
-    return field.with_type(_inner_nulls_as_text(field.type))
 
 
 def schema_of(partition: StagedPartition) -> pa.Schema:

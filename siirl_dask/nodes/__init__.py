@@ -34,7 +34,8 @@ from siirl_dask.nodes.logprobs import (
 )
 from siirl_dask.nodes.policy_change import measure_policy_change
 from siirl_dask.nodes.prompts import check_expected_lengths, encode_prompts
-from siirl_dask.nodes.reward import score, score_with_model
+from siirl_dask.nodes.reward import score
+from siirl_dask.nodes.reward_model import score_with_model
 from siirl_dask.nodes.token_masks.covariance import choose_covariant
 from siirl_dask.nodes.token_masks.entropy import choose_high_entropy
 from siirl_dask.nodes.token_masks.second_moment import mask_second_moment

@@ -1,111 +1,28 @@
-"""Nodes that score responses: by a reward function, which may begin with finished rows while others
-are generated, or by a reward model.
+"""Scores responses by a reward function, which may begin with finished rows while others are
+generated.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
-from siirl_dask.errors import Origin, RewardError
+from siirl_dask.errors import RewardError
+from siirl_dask.nodes.early_scores import EarlyScores
 from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS, reward_sums, sequences_of
 from siirl_dask.nodes.failures import Failures, check_failures
-from siirl_dask.nodes.packed_table import pack_rows
 from siirl_dask.planner import columns, reads_option
-from siirl_dask.rewards import PASSED_IF_NAMED, Score, Scorer, Scoring
-from siirl_dask.schema import (
-    ANSWER,
-    PROMPT,
-    PROMPT_IDS,
-    RESPONSE,
-    RESPONSE_IDS,
-    REWARD,
-    REWARD_PARTS,
-    ROW_ID,
-    TYPES,
-    fields,
-)
-from siirl_dask.training import RewardModel
+from siirl_dask.rewards import PASSED_IF_NAMED, Score, Scorer
+from siirl_dask.schema import ANSWER, PROMPT, RESPONSE, REWARD, REWARD_PARTS, ROW_ID, TYPES, fields
 
-logger = logging.getLogger(__name__)
+_MAX_SHOWN = 200  # characters of a prompt or a response in an error
 
 
 def argument_names(columns: Sequence[str]) -> list[str]:
     """Return the names of the arguments of a reward function that also gets ``columns``."""
     return [*dict.fromkeys([PROMPT, RESPONSE, ANSWER, *columns])]
-
-
-class EarlyScores:
-    """A RowWork: scores rows as they are finished, in other threads than the one that generates
-    rows.
-    """
-
-    def __init__(self, scorer: Scorer, names: Sequence[str]) -> None:
-        """``names`` are the arguments of the reward function."""
-        self._names = names
-        self._scoring: Scoring = scorer.begin()
-        self._begun: dict[int, pa.Table] = {}
-        """The rows whose scoring has begun, by their ids."""
-        self._finished = False
-
-    def take(self, rows: pa.Table) -> None:
-        """Begin to score rows. Any thread may call it."""
-        there = rows.column_names
-        names = [name for name in self._names if name in there or name not in PASSED_IF_NAMED]
-        # the node's own ``reads`` leave out an argument
-        if not {*names} <= {*there}:
-            return
-        for at, row_id in enumerate(rows[ROW_ID].to_pylist()):
-            row = rows.select(names).slice(at, 1)
-            self._begun[row_id] = row
-            self._scoring.add(row_id, partial(_arguments_of, row))
-
-    @property
-    def done(self) -> int:
-        """Number of rows that have their score."""
-        return self._scoring.done
-
-    def finish(self, row_ids: Sequence[int], rows: Sequence[dict[str, Any]]) -> list[Score] | None:
-        """Return one score for each of ``rows``, which are the arguments of all rows; the others
-        are scored now.
-
-        None where a row that was scored early has changed since, or is gone: then neither scores
-        nor failures count. None as well for a second call.
-        """
-        if self._finished:  # the node scores twice
-            return None
-        self._finished = True
-        arguments_of_row = dict(zip(row_ids, rows, strict=True))
-        for row_id, row in self._begun.items():
-            if row_id not in arguments_of_row or _arguments_of(row) != arguments_of_row[row_id]:
-                logger.warning(
-                    "rows have changed since they were generated: all of them are scored again"
-                )
-                self.cancel()
-                return None
-        for row_id, arguments in arguments_of_row.items():
-            if row_id not in self._begun:
-                self._scoring.add(row_id, partial(dict, arguments))
-        scores = self._scoring.finish()
-        return [scores.get(row_id, Score()) for row_id in row_ids]
-
-    def cancel(self) -> None:
-        """Score no other row, and end the calls that are running."""
-        self._scoring.cancel()
-
-
-def _arguments_of(row: pa.Table) -> dict[str, Any]:
-    """Return the columns of a table of one row as arguments."""
-    (arguments,) = row.to_pylist()
-    return dict(arguments)
-
-
-_MAX_SHOWN = 200  # characters of a prompt or a response in an error
 
 
 def begin_scores(scorer: Scorer, *, columns: tuple[str, ...] = ()) -> EarlyScores:
@@ -164,7 +81,7 @@ def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa
         values = [score.parts[name] for score in scores if name in score.parts]
         ctx.log(f"reward/{name}", values)
     table = table.append_column(REWARD, pa.array(rewards, TYPES[REWARD]))
-    _log_rewards(ctx, table, rewards)
+    log_rewards(ctx, table, rewards)
     parts = [list(score.parts.items()) for score in scores]
     return table.append_column(REWARD_PARTS, pa.array(parts, TYPES[REWARD_PARTS]))
 
@@ -202,7 +119,7 @@ def _check_failures(
     )
 
 
-def _log_rewards(ctx: Context, table: pa.Table, rewards: Sequence[float | None]) -> None:
+def log_rewards(ctx: Context, table: pa.Table, rewards: Sequence[float | None]) -> None:
     """Log mean and standard deviation of the rewards: of rows, or of episodes as far as this
     worker has their rows.
     """
@@ -210,24 +127,3 @@ def _log_rewards(ctx: Context, table: pa.Table, rewards: Sequence[float | None])
     valid = [reward for reward in sequence_rewards if reward is not None]
     ctx.log("reward/mean", valid)
     ctx.log("reward/std", valid, Reduce.STD)
-
-
-@columns(reads=[PROMPT_IDS, RESPONSE_IDS], optional=EPISODE_COLUMNS, writes=fields(REWARD))
-def score_with_model(ctx: Context, table: pa.Table) -> pa.Table:
-    """Add the reward model's score of each row, prompt and response. RewardError names a row
-    with no finite score.
-    """
-    model: RewardModel = ctx.resource
-    scores = model.scores(pack_rows(table).rows)
-    finite = scores.isfinite()
-    if not finite.all():
-        index = int((~finite).nonzero()[0])
-        row_id = table[ROW_ID][index].as_py()
-        error = RewardError(
-            f"the reward model gave {scores[index].item()}: expected a finite number "
-            f"(row {row_id} of step {ctx.step}); with model.dtype=bfloat16, try float32"
-        )
-        error.origin = Origin(rows=(row_id,))
-        raise error
-    _log_rewards(ctx, table, scores.tolist())
-    return table.append_column(REWARD, pa.array(scores.numpy(), TYPES[REWARD]))
