@@ -18,7 +18,7 @@ from siirl_dask.config import (
 )
 from siirl_dask.driver.doctor import DoctorState, check_servers
 from siirl_dask.rollout.server_engine import examination
-from siirl_dask.rollout.server_engine.vllm_server import EXTENSION
+from siirl_dask.rollout.server_engine.vllm_server import EXTENSION, SAMPLER
 from siirl_dask.rollout.vllm_engine.row_parameters import EXACT
 
 MODEL = {
@@ -27,6 +27,8 @@ MODEL = {
     "dtype": "torch.float32",
     "max_model_len": 4096,
     "generation_config": "vllm",
+    "logits_processors": [SAMPLER],
+    "hf_overrides": {},
 }
 NOBODY = "http://127.0.0.1:9"
 
@@ -74,6 +76,7 @@ def describe(server, extension=EXTENSION, **model):
             "model_config": MODEL | model,
             "device_config": {"device": "cpu"},
             "parallel_config": {"worker_extension_cls": extension},
+            "speculative_config": None,
         }
     }
 

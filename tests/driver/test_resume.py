@@ -29,7 +29,7 @@ from siirl_dask.driver.recovery.resume import (
     find_resume_point,
     weights_dag,
 )
-from siirl_dask.errors import CheckpointError, ConfigError, PlanError
+from siirl_dask.errors import CheckpointError, ConfigError, PlanError, counted
 from siirl_dask.observe import MetricsLog, Status, Summary, read_metrics, write_summary
 from siirl_dask.planner import DAG, columns
 from siirl_dask.runs import identity_file
@@ -172,7 +172,7 @@ def test_steps_are_done_anew_only_where_no_checkpoint_ought_to_be_there(
     first_one = len(begun) == 1 and max(begun) <= every and done <= max(begun) + every
     none_was_due = not every or done < every or first_one
     assert bool(said) == (not none_was_due and replayed < max(done - 1, 1))
-    assert not said or ("--fresh" in said and f"of {done} steps" in said)
+    assert not said or ("--fresh" in said and f"of {counted(done, 'step')}" in said)
     assert len(read_metrics(url)) == logged
 
 

@@ -46,6 +46,10 @@ class FakeModule:
     def current_device():
         return getattr(_current, "index", NOT_BOUND)
 
+    @staticmethod
+    def empty_cache():
+        _seen.append(("empty_cache", FakeModule.current_device(), threading.get_ident()))
+
 
 def install():
     """Make this worker see one accelerator, the same as every other worker, and note where

@@ -75,10 +75,9 @@ def test_every_thread_that_a_run_comes_to_has_the_workers_own_device_as_its_curr
             f"cluster.address={cluster.scheduler_address}",
         )
         for calls in client.run(fake_device.seen).values():
-            assert {name for name, _, _ in calls} == {
-                f"{kind.__name__}.{method}"
-                for kind, methods in fake_device.CALLS.items()
-                for method in methods
-            }
+            expected = {"empty_cache"}  # memory is given back at the end
+            for kind, methods in fake_device.CALLS.items():
+                expected |= {f"{kind.__name__}.{method}" for method in methods}
+            assert {name for name, _, _ in calls} == expected
             assert {device for _, device, _ in calls} == {0}
             assert len({thread for _, _, thread in calls}) > 1

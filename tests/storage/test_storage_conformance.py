@@ -13,7 +13,7 @@ from siirl_storage.conformance import CHECKS
 PUBLIC = """
 RETRY_SECONDS ROWS_PER_GROUP ROWS_PER_PART Conflict CorruptPart FooterCache Format Part RowGroup Snapshot StorageError
 TableNotFound TooLarge append commit commit_parts complete_parts create_table is_of_store is_transient join open_fs
-open_table PartsRecord parse_part_name part_name read_record
+open_table PartsDiffer PartsRecord parse_part_name part_name read_record
 remove_file remove_tree retries_end_at retry retry_seconds set_retry_seconds stage stage_part
 write_atomic write_exclusive write_part
 FileDigest absolute by_folder digest_file full_disk_named full_name is_below is_full list_files newest_parts
