@@ -141,13 +141,16 @@ def binding() -> Callable[[], None]:
     return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
 
 
-def current_indices() -> list[int]:
-    """Return the index of this thread's accelerator, as a list of one; nothing where there is
-    none.
+def forked_random_states() -> AbstractContextManager[Any]:
+    """Return a context after which torch's random states are as before: the CPU's, and that of this
+    thread's accelerator alone.
     """
-    if not torch.accelerator.is_available():
-        return []
-    return [torch.accelerator.current_device_index()]
+    current = torch.accelerator.current_accelerator()
+    if current is None or not torch.accelerator.is_available():
+        return torch.random.fork_rng(devices=[])
+    index = torch.accelerator.current_device_index()
+    # torch 2.11 takes CUDA for every device whose kind is not given
+    return torch.random.fork_rng(devices=[index], device_type=current.type)
 
 
 def allocated_bytes(kind: DeviceKind, index: int) -> int:

@@ -113,9 +113,12 @@ def untouched(host: str = LOOPBACK) -> Iterator[None]:
     threads = torch.get_num_threads()
     python = random.getstate()
     numpy = np.random.get_state()
-    own_random_states = torch.random.fork_rng(devices=accelerator.current_indices())
     try:
-        with listening_at(host), own_random_states, warnings.catch_warnings():
+        with (
+            listening_at(host),
+            accelerator.forked_random_states(),
+            warnings.catch_warnings(),
+        ):
             # vLLM looks at names that torch is going to drop
             warnings.simplefilter("ignore", FutureWarning)
             yield
