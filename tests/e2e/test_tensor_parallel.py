@@ -6,7 +6,6 @@ import os
 import re
 import signal
 from importlib.util import find_spec
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,13 +15,13 @@ from tests.e2e.test_invariance import EXACT
 from tests.e2e.test_replay import cut_short
 from tests.e2e.test_resume import weights
 from tests.e2e.test_turns import PER_RUN, TURNS, of
+from tests.memory_files import left_since, unused_files
 
 pytestmark = [
     pytest.mark.alone,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-SHARED_MEMORY = Path("/dev/shm")
 ON_TWO = [
     "rollout.engine=vllm",
     "rollout.tensor_parallel_size=2",
@@ -33,11 +32,6 @@ ON_TWO = [
     "run.steps=100000",
     "run.max_restarts=0",
 ]
-
-
-def left_in_memory():
-    """But for semaphores, which Python's own helper takes away, some time after."""
-    return {file.name for file in SHARED_MEMORY.glob("*") if not file.name.startswith("sem.")}
 
 
 def rows_of(url, step):
@@ -54,11 +48,11 @@ def kill_a_worker(run, after, before):
     assert seconds < 30 * run.slowdown
     assert run.process.returncode == 1
     assert "left the cluster during train step" in err
-    assert left_in_memory() <= before
+    assert not left_since(before)
 
 
 def test_two_workers_sample_like_one_and_a_killed_one_ends_the_run(start, train):
-    before = left_in_memory()
+    before = unused_files()
     run = start(*ON_TWO)
     kill_a_worker(run, 3, before)
     one = train("one", "cluster.workers=1", "cluster.placement={}")
@@ -74,7 +68,7 @@ def test_two_workers_sample_like_one_and_a_killed_one_ends_the_run(start, train)
 def test_episodes_of_two_workers_are_those_of_one_and_a_killed_one_ends_the_run(start, train):
     """Environments answer whenever they like, and each worker has episodes of its own."""
     few = ("rollout.max_rows=5", "environments.max_open=9")
-    before = left_in_memory()
+    before = unused_files()
     run = start(*of("Delayed"), *ON_TWO, *few, config=TURNS)
     kill_a_worker(run, 2, before)
     one = train("one", *of("Delayed"), "cluster.workers=1", "run.steps=2", config_file=TURNS)

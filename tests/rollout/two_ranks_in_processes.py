@@ -4,7 +4,6 @@ both workers, which call alike.
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from siirl_dask.context import Device
 from siirl_dask.rollout import build_engine
 from siirl_dask.testing.engines import EngineTests
 from siirl_dask.testing.reference_model import load_model
+from tests.memory_files import mapped_by, those_there
 from tests.rollout.test_process_engine import alive, of_group, other_weights, responses, rows
 from tests.rollout.two_ranks import engine_of as engine_in_worker
 from tests.rollout.two_ranks import models, place  # noqa: F401  # a fixture
@@ -31,11 +31,6 @@ def engine_of(folder):
     )
     model = ModelConfig(path=str(folder))
     return build_engine(Device(f"w{rank.rank}"), rank, model=model, rollout=rollout)
-
-
-def shared_memory():
-    """Files but for semaphores, which Python's own helper takes away, some time after."""
-    return {file.name for file in Path("/dev/shm").glob("*") if not file.name.startswith("sem.")}
 
 
 class TestTwoRanksInProcesses(EngineTests):
@@ -60,7 +55,6 @@ class TestTwoRanksInProcesses(EngineTests):
         mine = place().rank
         requests = rows(60)[mine::2]
         weights = other_weights(folder)
-        before = shared_memory()
         own = engine_in_worker(folder)
         expected = [responses(own, requests)]
         own.load_weights(weights.items(), 3)
@@ -71,6 +65,7 @@ class TestTwoRanksInProcesses(EngineTests):
         engine.load_weights(weights.items(), 3)
         assert responses(engine, requests) == expected[1]
         lost = of_group(engine.pid)
+        files = mapped_by(lost)
         delivered = []
 
         def note(number, _):
@@ -83,4 +78,4 @@ class TestTwoRanksInProcesses(EngineTests):
         assert engine.version == 3
         assert not alive(lost)
         dist.barrier()
-        assert shared_memory() <= before
+        assert not those_there(files)

@@ -21,6 +21,7 @@ from siirl_dask.coordinator.databuffer.arena import (
     unpack_handle,
 )
 from siirl_dask.errors import PeerError
+from tests.memory_files import left_since, unused_files
 
 MIB = 2**20
 needs_memfd = pytest.mark.skipif(
@@ -159,7 +160,8 @@ def test_values_that_are_no_handle_are_refused(value):
 @pytest.mark.alone
 @needs_memfd
 def test_a_process_that_is_killed_leaves_no_shared_memory_behind():
-    before, names = shared_memory(), set(Path("/dev/shm").iterdir())
+    before = shared_memory()
+    files = unused_files()
     script = """
         from siirl_dask.coordinator.databuffer.arena import Arena
         block = Arena(keep=2**30).allocate(300 * 2**20)
@@ -184,7 +186,7 @@ def test_a_process_that_is_killed_leaves_no_shared_memory_behind():
     while shared_memory() > before + 100 * MIB and time.monotonic() < deadline:
         os.sched_yield()
     assert shared_memory() <= before + 100 * MIB
-    assert set(Path("/dev/shm").iterdir()) <= names
+    assert not left_since(files)
 
 
 def shared_memory():
