@@ -13,9 +13,9 @@ from siirl_dask.errors import ConfigError, PlanError, counted
 from siirl_dask.images.families import FAMILIES, family_of
 from siirl_dask.models.architecture import read_architecture, read_config
 from siirl_dask.models.longest_row import check_longest_row
+from siirl_dask.models.planned_models import check_model
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters
-from siirl_dask.models.slower_families import check_model
 from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.rollout.memory import EngineOnWorkers
 from siirl_dask.rollout.specs import ENGINES, EngineRole, EngineSpec, check_passed_over, engine_spec

@@ -13,8 +13,8 @@ from siirl_dask.devices import DeviceKind, traits_of
 from siirl_dask.devices.operators import AUTO, LIBRARIES, check_backend_operators, choose_operators
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.models.architecture import read_config
+from siirl_dask.models.planned_models import check_model, why_padded
 from siirl_dask.models.shapes import read_widths
-from siirl_dask.models.slower_families import check_model, why_padded
 from siirl_dask.training.specs import TRAINER_KEYS, TRAINERS, TrainerSpec, trainer_spec
 
 

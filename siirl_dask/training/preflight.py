@@ -32,10 +32,10 @@ from siirl_dask.models.adapter_folder import check_adapter_folder
 from siirl_dask.models.architecture import read_architecture, read_config, read_tower
 from siirl_dask.models.longest_row import check_frequencies_are_pinned, check_longest_row
 from siirl_dask.models.packed_weights import check_not_packed
+from siirl_dask.models.planned_models import rows_note
 from siirl_dask.models.remote import is_remote
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes
-from siirl_dask.models.slower_families import rows_note
 from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.training.layouts import check_layout, check_libraries, check_liger, check_replay
 from siirl_dask.training.memory import FROZEN, ModelOnWorkers, passing_bytes

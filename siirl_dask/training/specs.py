@@ -159,7 +159,7 @@ class TrainerSpec:
     scores_averages: bool = False
     """Whether policies score under the moving averages of their weights."""
     pads_families: bool = False
-    """Whether rows of the families of ``siirl_dask.models.slower_families`` are padded, which
+    """Whether rows of the families of ``siirl_dask.models.planned_models`` are padded, which
     plans say."""
     gathers: bool = False
     """Whether each pass gathers all weights, and an update scatters the gradients."""

@@ -22,8 +22,8 @@ from siirl_dask.driver.checks.preflight import check
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.driver.run import run
 from siirl_dask.errors import ConfigError, PlanError
+from siirl_dask.models.planned_models import loop_note, rows_note
 from siirl_dask.models.shapes import ModelSize, count_parameters
-from siirl_dask.models.slower_families import loop_note, rows_note
 from siirl_dask.planner import dag_from_spec
 from siirl_dask.tasks.tiny_vlm import tiny_vlm
 from siirl_dask.testing.rows import flat

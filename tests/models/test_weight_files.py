@@ -21,8 +21,8 @@ from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.models import weight_files
 from siirl_dask.models.loading import load_pretrained, model_class
+from siirl_dask.models.planned_models import check_model
 from siirl_dask.models.shapes import INDEX, weight_shapes
-from siirl_dask.models.slower_families import check_model
 from siirl_dask.models.weight_files import check_weights, open_tensors
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.training import build_trainer

@@ -22,8 +22,8 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.models import broken_imports
 from siirl_dask.models.architecture import empty_model, read_config
 from siirl_dask.models.loading import correct_modules
+from siirl_dask.models.planned_models import GENERATED, PADDED
 from siirl_dask.models.shapes import weight_shapes
-from siirl_dask.models.slower_families import GENERATED, PADDED
 from siirl_dask.models.weight_files import check_weights
 from siirl_dask.models.weight_names import lacking
 from siirl_dask.rollout.transformers_engine.decoding import decode, use_decoding

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("siirl_dask.rollout")
 _LARGEST = 256 * 2**20
 """Bytes of an answer, at most."""
-_SHOWN = 500
+SHOWN = 500
 """Characters of a server's own words in an error, at most."""
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
@@ -233,7 +233,7 @@ class Server(ABC):
             raise OutOfReachError(str(error)) from error
         if response.code == 200:
             return _plain(response, self.url)
-        words = response.body.decode(errors="replace")[:_SHOWN]
+        words = response.body.decode(errors="replace")[:SHOWN]
         problem = f"{response.code} {words}"
         if response.code in _OUT_OF_REACH:
             raise OutOfReachError(problem)

@@ -12,7 +12,7 @@ from siirl_dask.config import Dtype, ModelConfig
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout.engine import GenerationRequest
 from siirl_dask.rollout.server_engine.answers import ServedResponse, read_sglang_answer
-from siirl_dask.rollout.server_engine.connection import Server, ServerFacts
+from siirl_dask.rollout.server_engine.connection import SHOWN, Server, ServerFacts
 from siirl_dask.rollout.sglang_engine.requests import sampling_params
 
 _EXPECTED: Mapping[str, tuple[Any, str]] = {
@@ -29,8 +29,6 @@ _EXPECTED: Mapping[str, tuple[Any, str]] = {
 must have and the reason."""
 _NOT_LOADED = 400
 """Status by which SGLang says that it has not loaded weights, or not forgotten the older ones' cache."""
-_SHOWN = 500
-"""Characters of a server's own words in an error, at most."""
 
 
 class SglangServer(Server):
@@ -101,7 +99,7 @@ class SglangServer(Server):
             path, lambda: self.ask_once("POST", path, body, failures=(_NOT_LOADED,))
         )
         if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise RunError(f"{self.url}: it could not load weights: {answer!r:.{_SHOWN}}")
+            raise RunError(f"{self.url}: it could not load weights: {answer!r:.{SHOWN}}")
 
     async def respond(
         self, request: GenerationRequest, end_tokens: Collection[int]

@@ -8,8 +8,8 @@ from siirl_dask.config import RolloutConfig
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import read_config
 from siirl_dask.models.longest_row import check_frequencies_are_pinned
+from siirl_dask.models.planned_models import loop_note
 from siirl_dask.models.routing import needed_routing
-from siirl_dask.models.slower_families import loop_note
 from siirl_dask.planner import Footprint
 from siirl_dask.rollout.engine import RolloutEngine
 from siirl_dask.rollout.memory import (
