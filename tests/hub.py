@@ -31,7 +31,7 @@ def hub(root: Path) -> Iterator[tuple[str, list[str]]]:
     """
     asked: list[str] = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, root, asked))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", asked

@@ -110,20 +110,20 @@ def test_a_run_goes_on_without_the_process_that_has_submitted_it(
 
 
 def test_a_driver_that_is_lost_with_its_worker_goes_on_on_another(config, rows, tmp_path):
-    config["run"]["steps"] = 40
+    config["run"]["steps"] = 20
     with local_cluster(3) as cluster, Client(cluster, set_as_default=False) as client:
         bag = dask.bag.from_sequence(rows, npartitions=3)
         handle = siirl_dask.submit(config, client=client, data=bag, driver="cluster", fresh=True)
         for record in handle:
-            if record["step"] == 5:
+            if record["step"] == 3:
                 break
         first = driver_of(client)
         (pid,) = client.run(os.getpid, workers=[first]).values()
         os.kill(pid, signal.SIGKILL)
         summary = handle.result(150)
         assert summary.status == "complete"
-        assert summary.steps == 40
-        assert siirl_dask.open_run(handle.url).steps == list(range(1, 41))
+        assert summary.steps == 20
+        assert siirl_dask.open_run(handle.url).steps == list(range(1, 21))
         here = trained_here(config, rows, client, tmp_path)
     check_same_rows(Finished(tmp_path / "far", summary), here)
 

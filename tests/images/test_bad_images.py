@@ -93,7 +93,7 @@ def server():
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Liar) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 

@@ -118,7 +118,9 @@ def proxied(upstream: str, port: int = 0) -> Iterator[Proxy]:
 
     proxy.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     proxy.url = f"http://127.0.0.1:{proxy.server.server_port}"
-    threading.Thread(target=proxy.server.serve_forever, daemon=True).start()
+    poll_interval = 0.01  # seconds until it sees that it is to end
+    thread = threading.Thread(target=proxy.server.serve_forever, args=(poll_interval,), daemon=True)
+    thread.start()
     try:
         yield proxy
     finally:

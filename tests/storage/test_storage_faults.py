@@ -31,18 +31,26 @@ from tests.storage.s3_proxy import ANSWERS, LOST, RESET, Proxy, proxied
 PASSING = [*ANSWERS, LOST, RESET]
 
 
-@pytest.fixture
-def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+@pytest.fixture(scope="module")
+def proxy_of_all(s3: str) -> Iterator[Proxy]:
     """S3 through a proxy. botocore and s3fs try only once, so that what is tested are the
     repetitions of this package; the test of a lost answer has them as they are by default.
     """
-    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-        monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("AWS_ENDPOINT_URL", proxy.url)
+        patched.setenv("AWS_MAX_ATTEMPTS", "1")
+        patched.setattr(s3fs.S3FileSystem, "retries", 1)
         s3fs.S3FileSystem.clear_instance_cache()
         yield proxy
         s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def proxy(proxy_of_all: Proxy) -> Iterator[Proxy]:
+    """A proxy that lets everything pass until the test says otherwise."""
+    proxy_of_all.seen.clear()
+    yield proxy_of_all
+    proxy_of_all.times = 0
 
 
 @pytest.fixture
@@ -73,6 +81,7 @@ def test_a_reply_that_is_lost_below_is_no_conflict(
     fs, path = open_fs(join(place, "file"))
     proxy.fail(LOST, "PUT", "file")
     write_exclusive(fs, path, b"mine")
+    s3fs.S3FileSystem.clear_instance_cache()
     assert [seen.startswith("PUT") for seen in proxy.seen if "file" in seen].count(True) == 2
 
 
@@ -111,19 +120,22 @@ def test_no_operation_fails_by_an_error_that_passes(
 
 
 def test_a_gateway_that_is_away_for_a_second_costs_nothing(
-    s3: str, place: str, proxy: Proxy
+    place: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fs, path = open_fs(join(place, "file"))
     write_atomic(fs, path, b"here")
-    proxy.stop()
-    s3fs.S3FileSystem.clear_instance_cache()  # its connections stay
+    with proxied(proxy.upstream) as gateway:
+        port = gateway.port
+    monkeypatch.setenv("AWS_ENDPOINT_URL", gateway.url)
+    s3fs.S3FileSystem.clear_instance_cache()
     fs, path = open_fs(join(place, "file"))
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(fs.cat_file, path)
         with pytest.raises(TimeoutError):
             reading.result(timeout=1)
-        with proxied(proxy.upstream, proxy.port):
+        with proxied(proxy.upstream, port):
             assert reading.result(timeout=60) == b"here"
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_what_does_not_pass_is_raised_when_the_time_is_over_and_says_how_often_it_was_tried(

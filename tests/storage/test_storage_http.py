@@ -40,7 +40,7 @@ class Handler(SimpleHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path))) as served:
-        Thread(target=served.serve_forever, daemon=True).start()
+        Thread(target=served.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{served.server_port}"
         served.shutdown()
 
