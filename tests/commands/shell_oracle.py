@@ -129,8 +129,8 @@ def compare(text: str, name: str, variables: Mapping[str, str]) -> Comparison | 
 
 
 def _normal(words: list[str]) -> list[str]:
-    """Return bash's words with the time left out that ``date`` prints, and without empty words."""
-    return [re.sub(r"[_-]*DATE(_DATE)*", "", word) for word in words if word]
+    """Return bash's words with the time left out that ``date`` prints, and without blank words."""
+    return [re.sub(r"[_-]*DATE(_DATE)*", "", word) for word in words if word.strip()]
 
 
 def _differences(expected: list[str], found: list[str]) -> list[str]:
@@ -144,9 +144,12 @@ def _differences(expected: list[str], found: list[str]) -> list[str]:
 
 
 def _same(expected: str, found: str) -> bool:
-    """Whether a word is bash's, where each part that is not known may be any text."""
+    """Whether a word is bash's, where each part that is not known may be any text, or a time that
+    was left out with the dash before it.
+    """
     parts = re.split(r"\$\{oc\.env:\w+\}|\$\([^()]*(?:\([^()]*\)[^()]*)*\)|\$\{?\w+\}?", found)
-    return re.fullmatch(".*".join(map(re.escape, parts)), expected, re.DOTALL) is not None
+    known = [*(part.rstrip("_-") for part in parts[:-1]), parts[-1]]
+    return re.fullmatch("[_-]*.*".join(map(re.escape, known)), expected, re.DOTALL) is not None
 
 
 def main(arguments: list[str]) -> None:
