@@ -195,11 +195,11 @@ def _shards_learn_and_save(folder, url, dtype, rank):
     ]
 
 
-@pytest.mark.gpu(devices=2)
 @pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
-def test_shards_on_two_devices_learn_as_one_cpu_and_save_what_one_device_loads(
+def test_two_shards_learn_as_one_cpu_and_save_what_one_device_loads(
     folder, on_a_cpu, tmp_path, dtype
 ):
+    """They share a device where there is one, over gloo."""
     url, (metrics, after), tolerance = str(tmp_path / "policy"), on_a_cpu, TOLERANCE[dtype]
     (tmp_path / "ranks").mkdir()
     work = partial(_shards_learn_and_save, folder, url, dtype)
