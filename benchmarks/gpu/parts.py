@@ -87,7 +87,7 @@ PARTS = (
     _script("trl", "trl", 75, "trl_steps.py"),
     _check("speed", 120, ("test_speed.py",), "not vllm", group="speed"),
 )
-"""Of the parts that a file of tests has, one leaves out by name what others have, so that a new
+"""One part of each file of tests leaves out by name what the file's other parts run, so that a new
 test is in one of them; and what needs several devices or vLLM, which the machine does not have."""
 NAMES = tuple(part.name for part in PARTS)
 

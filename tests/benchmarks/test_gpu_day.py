@@ -251,7 +251,7 @@ def needs_several_devices(file):
     "file", sorted((ROOT / "tests" / "gpu").glob("test_*.py")), ids=lambda file: file.stem
 )
 def test_a_new_test_of_a_device_is_run_on_the_day(script, file):
-    """That of captured steps was in no part, and so the first day left it out."""
+    """The first day left out the test of captured steps, which no part named."""
     picks = [part.arguments[-1] for part in script("parts").PARTS if file.name in str(part)]
     rests = [names for names in map(names_left_out, picks) if names is not None]
     assert rests, f"every part takes some of {file.name} by name, and no part takes the rest"

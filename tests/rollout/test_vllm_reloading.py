@@ -1,5 +1,5 @@
-"""What vLLM has of the weights before when others come, where it begins a token before the last one
-is known: on accelerators alone, for a CPU's has no asynchronous scheduling.
+"""Other weights come while vLLM has begun tokens with those before: on accelerators alone, since it
+schedules asynchronously nowhere else.
 """
 
 from types import SimpleNamespace
