@@ -296,7 +296,7 @@ class Network(nn.Module):
             self._attention = TORCH
         (batch,) = micro_batches(rows, budget=len(rows.tokens), inputs=self.inputs)
         tolerance = rounding(expected.abs().max().item(), expected.dtype)
-        failures = []
+        failures: list[str] = []
         layouts = [RowLayout.packed] if self._packed_alone else list(RowLayout)
         for layout in layouts:
             try:
