@@ -58,17 +58,25 @@ def _check(
 
 PARTS = (
     _script("probe", "probe", 60, "probe.py"),
-    _check("kernels", 170, ("test_kernels.py",), ""),
+    _check("kernels", 170, ("test_kernels.py",), "not soft_caps and not ligers"),
+    _check("soft-caps", 170, ("test_kernels.py",), "soft_caps"),
+    _check("liger", 170, ("test_kernels.py",), "ligers"),
     _check("trainers", 170, ("test_trainers.py",), "TestWholePolicy"),
+    _check("shards", 170, ("test_trainers.py",), "TestShardedPolicy"),
     _check(
         "device",
         170,
         ("test_trainers.py", "test_places.py"),
-        "scores or checkpoint or broadcast or bound",
+        "not TestWholePolicy and not TestShardedPolicy",
     ),
-    _check("engines", 170, ("test_engines.py",), "TestTransformers or transformers"),
-    _check("runs", 170, ("test_runs.py",), "one_device or share"),
-    _check("quickstart", 190, ("test_runs.py",), "quickstart and transformers"),
+    _check("engines", 170, ("test_engines.py",), "not vllm"),
+    _check(
+        "runs",
+        170,
+        ("test_runs.py",),
+        "not quickstart and not vllm and not by_broadcast and not two_devices",
+    ),
+    _check("quickstart", 190, ("test_runs.py",), "quickstart and not vllm"),
     _script("ceilings", "bench", 30, "figures.py", "ceilings"),
     _script("decode", "bench", 75, "figures.py", "decode"),
     _script("train-torch", "bench", 45, "figures.py", "train-torch"),
@@ -77,8 +85,10 @@ PARTS = (
     _script("plain", "bench", 45, "figures.py", "plain"),
     _script("train-variants", "bench", 60, "figures.py", "train-variants"),
     _script("trl", "trl", 75, "trl_steps.py"),
-    _check("speed", 120, ("test_speed.py",), "transformers", group="speed"),
+    _check("speed", 120, ("test_speed.py",), "not vllm", group="speed"),
 )
+"""One part of each file of tests leaves out by name what the file's other parts run, so that a new
+test is in one of them; and what needs several devices or vLLM, which the machine does not have."""
 NAMES = tuple(part.name for part in PARTS)
 
 

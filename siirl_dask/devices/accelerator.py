@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -318,8 +318,7 @@ def graph_capture(device: torch.device) -> Callable[[Callable[[], None]], Callab
     stream and torch's allocator as they were.
     """
     pool = torch.cuda.graph_pool_handle()
-    # torch's own for captures is of the device that was the process's first to have one
-    aside = torch.cuda.Stream(device)
+    aside = _stream_of_captures(device)
 
     def capture(step: Callable[[], None]) -> Callable[[], None]:
         current = torch.cuda.current_stream(device)
@@ -343,6 +342,17 @@ def graph_capture(device: torch.device) -> Callable[[Callable[[], None]], Callab
         return graph.replay
 
     return capture
+
+
+@cache
+def _stream_of_captures(device: torch.device) -> Any:
+    """Return the stream of all captures of this process on a device.
+
+    torch's own is of the device that was the process's first to have one. cuBLAS gets memory for
+    each stream that it is used on, 32 MiB on Hopper, which torch does not free: an engine that
+    sleeps between steps captures anew after each, and torch gives 32 streams in turn.
+    """
+    return torch.cuda.Stream(device)
 
 
 _failed_captures: list[Any] = []

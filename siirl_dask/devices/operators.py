@@ -1,7 +1,8 @@
 """The table of fused operators: which libraries have each, on which devices, and which is chosen.
 
 torch has all of them, and is the reference: what another library computes is held to it by tests,
-and by the trial of each network that is built.
+and by the trial of each network that is built; where that computes in bfloat16 from weights in
+float32, attention on GPUs by tests alone.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 its bundle.
 """
 
+import ast
 import importlib
 import json
 import os
@@ -222,6 +223,44 @@ def test_an_unknown_part_is_an_error_by_name_before_anything_runs(tmp_path):
         in done.stderr
     )
     assert not (tmp_path / "out").exists()
+
+
+def names_left_out(pick):
+    """Return the names that ``-k`` leaves out; None where it takes nothing but what it names."""
+    terms = pick.split(" and ")
+    if not all(term.startswith("not ") for term in terms):
+        return None
+    return {term.removeprefix("not ") for term in terms}
+
+
+def needs_several_devices(file):
+    """Return, for each of the file's own tests, whether one device leaves it out."""
+    functions = [
+        node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)
+    ]
+    return {
+        function.name: any(
+            ast.unparse(each).startswith("pytest.mark.gpu(devices=")
+            for each in function.decorator_list
+        )
+        for function in functions
+    }
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "tests" / "gpu").glob("test_*.py")), ids=lambda file: file.stem
+)
+def test_a_new_test_of_a_device_is_run_on_the_day(script, file):
+    """The first day left out the test of captured steps, which no part named."""
+    picks = [part.arguments[-1] for part in script("parts").PARTS if file.name in str(part)]
+    rests = [names for names in map(names_left_out, picks) if names is not None]
+    assert rests, f"every part takes some of {file.name} by name, and no part takes the rest"
+    others = [pick for pick in picks if names_left_out(pick) is None]
+    here = {name for name in set.union(*rests) if name in file.read_text()}
+    for name in here - {"vllm"}:
+        elsewhere = any(pick.split(" and ")[0] == name for pick in others)
+        named = [several for test, several in needs_several_devices(file).items() if name in test]
+        assert elsewhere or (named and all(named)), f"{name} of {file.name} is in no part"
 
 
 def test_the_bundle_has_every_dependency_that_the_machine_lacks(script):

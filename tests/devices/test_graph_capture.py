@@ -25,11 +25,13 @@ class Cuda:
         self.current = "current"
         self.underway = []
         self.users_of_pool = 0
+        self.streams = 0
 
     def graph_pool_handle(self):
         return POOL
 
     def Stream(self, device):
+        self.streams += 1
         return self._stream("aside")
 
     def current_stream(self, device):
@@ -87,7 +89,9 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch, "cuda", stand_in)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", stand_in.end_allocate_to_pool)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", stand_in.release_pool)
-    return stand_in
+    accelerator._stream_of_captures.cache_clear()
+    yield stand_in
+    accelerator._stream_of_captures.cache_clear()
 
 
 def test_a_step_warms_up_on_a_stream_apart_is_captured_once_and_replayed_in_shared_memory(cuda):
@@ -107,6 +111,13 @@ def test_a_step_warms_up_on_a_stream_apart_is_captured_once_and_replayed_in_shar
     capture(step)
     assert cuda.done == [*once, "replay", *once]
     assert (cuda.current, cuda.underway, cuda.users_of_pool) == ("current", [], 2)
+
+
+def test_captures_after_each_sleep_take_no_more_memory_for_streams(cuda):
+    """Each stream has memory of cuBLAS's."""
+    for _ in range(3):
+        accelerator.graph_capture(torch.device("cuda", 0))(lambda: None)
+    assert cuda.streams == 1
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["the model raises", "the driver gives up"])

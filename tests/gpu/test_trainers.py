@@ -15,7 +15,8 @@ from torch.testing import assert_close
 
 from siirl_dask.algorithms import ppo_clip
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, TrainerConfig
-from siirl_dask.context import Device, Rank
+from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.devices.accelerator import allocated_bytes
 from siirl_dask.nodes.weights import _Parameter, _parameter_index
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import devices_of, run_ranks
@@ -26,6 +27,7 @@ from siirl_dask.training.files.checkpoint import DistributedCheckpoint, read_mod
 from siirl_dask.worker.groups.process_groups import backend_of, broadcast_group
 from siirl_dask.worker.stop import StopFlag
 from tests.gpu import devices
+from tests.settings import trainer_config
 
 pytestmark = pytest.mark.gpu
 LONG = ((30, 98), (1, 60), (30, 98), (9, 1), (5, 0), (20, 110))
@@ -143,6 +145,41 @@ def test_a_checkpoint_of_a_device_is_what_the_policy_was_when_it_was_saved(
     assert learn(again)["loss"] == pytest.approx(learn(trainer)["loss"], abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"backend": "torch", "park": True},
+        {"backend": "fsdp", "park": True},
+        {"backend": "fsdp", "offload": True},
+        {"backend": "torch", "gradient_checkpointing": True},
+        {"backend": "fsdp", "gradient_checkpointing": True},
+    ],
+    ids=lambda settings: f"{settings['backend']}-{list(settings)[1]}",
+)
+def test_a_policy_that_saves_memory_learns_as_one_that_does_not(folder, settings):
+    plain = policy(folder, backend=settings["backend"])
+    saving = policy(folder, config=trainer_config(lr=1e-4, **settings))
+    for _ in range(2):
+        expected = learn(plain)
+        got = learn(saving)
+        before = allocated()
+        saving.sleep()
+        assert got["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        if "park" in settings and devices.kind() is not DeviceKind.CPU:
+            weights = sum(tensor.nbytes for tensor in saving.state()["model"].values())
+            assert before - allocated() >= weights
+    scores = saving.logprobs(random_rows(LONG)).logprobs
+    assert_close(scores, plain.logprobs(random_rows(LONG)).logprobs, atol=1e-3, rtol=0)
+
+
+def allocated():
+    """Return the bytes of the device that torch has allocated in this process; 0 on a CPU."""
+    if devices.kind() is DeviceKind.CPU:
+        return 0
+    return allocated_bytes(devices.kind(), devices.device().index)
+
+
 def _shards_learn_and_save(folder, url, dtype, rank):
     trainer, rows = (
         policy(folder, backend="fsdp", dtype=dtype, rank=rank),
@@ -158,11 +195,11 @@ def _shards_learn_and_save(folder, url, dtype, rank):
     ]
 
 
-@pytest.mark.gpu(devices=2)
 @pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
-def test_shards_on_two_devices_learn_as_one_cpu_and_save_what_one_device_loads(
+def test_two_shards_learn_as_one_cpu_and_save_what_one_device_loads(
     folder, on_a_cpu, tmp_path, dtype
 ):
+    """They share a device where there is one, over gloo."""
     url, (metrics, after), tolerance = str(tmp_path / "policy"), on_a_cpu, TOLERANCE[dtype]
     (tmp_path / "ranks").mkdir()
     work = partial(_shards_learn_and_save, folder, url, dtype)

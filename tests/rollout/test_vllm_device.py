@@ -17,18 +17,22 @@ import torch
 from safetensors.torch import load_file
 from vllm import LLM
 from vllm.device_allocator import cumem
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from siirl_dask.config import Dtype, Engine, LoraConfig, ModelConfig
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.devices.accelerator import VisibleDevices
 from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.models.routing import Routing
 from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling
 from siirl_dask.rollout.vllm_engine import process as vllm_process
 from siirl_dask.rollout.vllm_engine import process_groups
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.rollout.vllm_engine.mends import free_while_asleep
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
+from siirl_dask.rollout.vllm_engine.routes import VllmRoutes
 from siirl_dask.rollout.vllm_engine.settings import llm_arguments
 from siirl_dask.rollout.vllm_engine.sleeping import VllmSleep, loose_tensors
 from siirl_dask.tasks.tiny_model import tiny_model
@@ -232,6 +236,26 @@ def generate(engine):
 def test_the_recorder_has_the_methods_that_vllm_has():
     names = ("sleep", "wake_up", "collective_rpc", "reset_prefix_cache", "apply_model")
     assert all(hasattr(LLM, name) for name in names)
+
+
+def test_a_kernel_that_chooses_experts_itself_is_refused_by_the_settings_that_help():
+    """vLLM has such for the newest GPUs, and raises a ValueError that names no setting."""
+    mixture = MoERunner.__new__(MoERunner)
+    torch.nn.Module.__init__(mixture)
+    mixture.layer_name = "model.layers.0.mlp.experts"
+    kernel = SimpleNamespace(is_monolithic=True)
+    mixture.routed_experts = SimpleNamespace(quant_method=kernel)
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], num_blocks=2)
+    runner = SimpleNamespace(
+        kv_cache_config=cache,
+        vllm_config=SimpleNamespace(kv_transfer_config=None),
+        model=torch.nn.Sequential(mixture),
+    )
+    worker = SimpleNamespace(model_runner=runner)
+    llm = SimpleNamespace(collective_rpc=lambda attach: attach(worker))
+    with pytest.raises(ConfigError, match=r"router_replay=true: .* kernel .*moe_backend=triton"):
+        VllmRoutes(llm, Routing(layers=(0,), experts=4, chosen=2))
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
+from siirl_dask.config import Dtype
 from siirl_dask.devices.accelerator import arithmetic_dtype
 from siirl_dask.errors import ConfigError
 from siirl_dask.tasks.tiny_model import tiny_model
@@ -561,6 +562,32 @@ def test_all_layers_of_a_micro_batch_share_one_tensor_of_row_ends(monkeypatch, t
     assert len(seen) == 3
     assert all(ends is made[0] for ends in seen)
     assert attention.ends_for_kernels(((1, 2),), torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("library", ["flash", "flex"])
+def test_a_network_in_bfloat16_is_built_with_a_kernel_for_that_alone(
+    monkeypatch, tmp_path, library
+):
+    """It is tried in float32, which FlashAttention refuses, and for which FlexAttention would be
+    compiled.
+    """
+    asked = []
+
+    def kernel_of(device, dtype, width, value_width, chosen, *, plain):
+        if chosen == "torch":
+            return None
+        asked.append(dtype)
+        if dtype != torch.bfloat16:
+            raise ConfigError(f"trainer.operators.attention={chosen}: it does not run")
+        return FlashKernel("a test's", reference_varlen)
+
+    monkeypatch.setattr(attention, "kernel_of", kernel_of)
+    folder = tiny_model(tmp_path / "model", seed=1, layers=1)
+    config = trainer_config(operators={"attention": library})
+    trainer = policy(folder, config, dtype=Dtype.bfloat16)
+    assert asked == [torch.bfloat16], "it is chosen, refused or compiled as the network is built"
+    trainer.logprobs(random_rows([(2, 1), (2, 2), (1, 4)]))
+    assert asked == [torch.bfloat16] * 2
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -65,9 +65,11 @@ from siirl_dask.rollout.vllm_engine.mends import (  # noqa: E402
 from siirl_dask.rollout.vllm_engine.releases import cache_usage, reload_weights, use_logprobs_mode  # noqa: E402
 from siirl_dask.rollout.vllm_engine.reloading import (  # noqa: E402
     NewWeights,
+    forget_prefixes,
     layers_with_weights,
     nothing_left_out,
     pack_for_cpu,
+    preempt_all,
 )
 from siirl_dask.rollout.vllm_engine.routes import VllmRoutes  # noqa: E402
 from siirl_dask.rollout.vllm_engine.row_parameters import logprobs_mode  # noqa: E402
@@ -239,8 +241,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         for state in engine.output_processor.request_states.values():
             row = running[state.external_req_id]
             row.versions = row.versions_of(state.detokenizer.num_output_tokens(), self.version)
-        # all of them: a key of the old weights under the new ones would be a third model's
-        engine.reset_prefix_cache(reset_running_requests=True)
+        preempt_all(engine)
         weights.load()
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -285,10 +286,8 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         return found
 
     def _forget_prompts(self) -> None:
-        """Forget keys and values of prompts, and features of images, which other weights have
-        made.
-        """
-        self._llm.reset_prefix_cache()
+        """Forget what other weights have made of prompts and of images."""
+        forget_prefixes(self._llm)
         if self.processor is not None:
             self._llm.llm_engine.reset_encoder_cache()
 

@@ -13,9 +13,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_rank
+
+from siirl_dask.errors import RunError
 
 _OF_ALL_EXPERTS = re.compile(
     r"(?P<experts>.+\.mlp\.experts)\.(?P<part>(?:gate_up|down)_proj(?:_bias)?)$"
@@ -123,6 +126,32 @@ def layers_with_weights(model: nn.Module) -> set[str]:
         if own:
             found.add(type(layer).__name__)
     return found
+
+
+def forget_prefixes(llm: Any) -> None:
+    """Forget keys and values of prompts, which other weights have made. RunError where vLLM keeps
+    some: it only warns, and would go on with them.
+    """
+    if llm.reset_prefix_cache() is False:
+        raise RunError(
+            "vLLM keeps keys and values of the weights before, since it has not let go of all "
+            "requests: give rollout.vllm.enable_prefix_caching=false, and leave kv_transfer_config "
+            "out of rollout.vllm.engine_kwargs"
+        )
+
+
+def preempt_all(engine: Any) -> None:
+    """Preempt all requests under way, and forget all keys and values: one of the old weights under
+    the new ones would be a third model's.
+
+    On accelerators vLLM has begun another token of each (asynchronous scheduling), of the weights
+    of now. It drops those of the requests that it preempts here, and of those that it has preempted
+    before, for want of memory, it would take them as the first ones of the next weights.
+    """
+    for request in engine.engine_core.engine_core.scheduler.waiting:
+        if getattr(request, "num_stale_output_tokens", 0):  # earlier releases have none
+            request.drop_stale_output = True
+    engine.reset_prefix_cache(reset_running_requests=True)
 
 
 def pack_for_cpu(model: nn.Module) -> None:

@@ -30,7 +30,9 @@ class VllmRoutes:
     """Routes of the tokens in the KV cache of one engine."""
 
     def __init__(self, llm: LLM, routing: Routing) -> None:
-        """Begin to record. ConfigError for a cache of another kind than that of full attention."""
+        """Begin to record. ConfigError for a cache of another kind than that of full attention, and
+        for kernels that tell no choices.
+        """
         self._routing = routing
         self._chosen: dict[int, Tensor] = {}
         self._runner: Any = None
@@ -77,7 +79,13 @@ class VllmRoutes:
         self._block = groups[0].kv_cache_spec.block_size
         shape = runner.kv_cache_config.num_blocks, self._block, self._routing.width
         self._stored: NDArray[np.uint8] = np.full(shape, NO_EXPERT, np.uint8)
-        bind_routed_experts_capturer(runner.model, self)
+        try:
+            bind_routed_experts_capturer(runner.model, self)
+        except ValueError as error:  # of kernels that choose experts themselves, on newer GPUs
+            raise ConfigError(
+                f"rollout.router_replay=true: vLLM does not tell the experts of tokens: {error} "
+                "Give rollout.vllm.engine_kwargs.moe_backend=triton, or leave it out"
+            ) from error
         runner.execute_model = partial(self._execute, runner.execute_model)
         self._runner = runner
 
