@@ -4,6 +4,7 @@ read; weights are read when they are used.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.architecture import empty_model, read_config, understood
+from siirl_dask.models.architecture import ModelUse, empty_model, read_config, understood
 from siirl_dask.models.cache import check_no_adapters
 from siirl_dask.models.experts import joined
 from siirl_dask.models.packed_weights import packing_of
@@ -27,6 +28,8 @@ from siirl_dask.models.weight_names import (
     unfit,
 )
 
+UNUSED = ("pooler.",)
+"""Beginnings of the names of parameters that an encoder's hidden states do not depend on."""
 _NAMED = 4  # parameters in a message
 
 
@@ -54,9 +57,9 @@ def open_tensors(path: str) -> dict[str, Any]:
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118  # the file is no mapping
 
 
-def check_weights(path: str) -> None:
+def check_weights(path: str, use: ModelUse = ModelUse.GENERATES) -> None:
     """Check that the ``*.safetensors`` of the model at ``path``, on any fsspec URL, have each
-    parameter of the generating model that its ``config.json`` describes, in its shape and as
+    parameter of the model for ``use`` that its ``config.json`` describes, in its shape and as
     floating-point numbers, and nothing else for its layers.
 
     Does nothing without a ``config.json`` and for packed weights, and looks at no weights without
@@ -69,20 +72,21 @@ def check_weights(path: str) -> None:
     if config is None or packing_of(path) is not None:
         return
     check_no_adapters(path)
-    model = understood(path, config, empty_model)
+    model = understood(path, config, partial(empty_model, use=use))
     if model is None:
         code = ""
         if "auto_map" in config:
             code = ", and code in a model's folder is not run"
         raise ConfigError(
-            f"model.path={path!r}: transformers has no generating model of the model_type "
+            f"model.path={path!r}: transformers has no {use} of the model_type "
             f"{config.get('model_type')!r} of its config.json{code}"
         )
     tensors = stored_tensors(path)
     if not tensors:
         return
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    problems = [*lacking(model, shapes), *unfit(model, tensors)]
+    unused = UNUSED if use is ModelUse.ENCODES else ()
+    problems = [*lacking(model, shapes, unused), *unfit(model, tensors)]
     if problems:
         more = ""
         if len(problems) > _NAMED:

@@ -69,14 +69,17 @@ def stored_parameters(model: PreTrainedModel, opened: Mapping[str, Any]) -> dict
     return found | {name: (name, making) for name, making in made.items()}
 
 
-def lacking(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def lacking(
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], unused: tuple[str, ...] = ()
+) -> list[str]:
     """Return a clause for each parameter of a model, which may be without memory, and for each
     buffer that is saved with these, that files with tensors of these ``shapes``, by name, lack or
-    have in another shape.
+    have in another shape. Those whose names begin with one of ``unused`` may be lacking.
     """
     headers = _Headers(shapes)
     stored = stored_parameters(model, joined(dict.fromkeys(shapes, headers)))
     ignored = [re.compile(rule) for rule in model._keys_to_ignore_on_load_missing or ()]
+    ignored += [re.compile(f"^{re.escape(start)}") for start in unused]
     clauses = []
     names_by_first = tied_names(model)
     tied = {name for names in names_by_first.values() for name in names}

@@ -15,6 +15,7 @@ from siirl_dask.models.routing import needed_routing
 from siirl_dask.planner import builds
 from siirl_dask.training.layouts import check_replay
 from siirl_dask.training.preflight import (
+    ENCODED_TOKENS,
     check_critic,
     check_encoder,
     check_reference,
@@ -203,7 +204,7 @@ def build_encoder(
     rank: Rank,
     *,
     model: ModelConfig,
-    max_tokens: int = 512,
+    max_tokens: int = ENCODED_TOKENS,
 ) -> TextEncoder:
     """Build the model in ``model.path`` that encodes texts, of which it reads the first
     ``max_tokens`` tokens.
