@@ -14,12 +14,19 @@ from transformers import PreTrainedModel
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import ModelUse, empty_model, read_config, understood
-from siirl_dask.models.cache import check_no_adapters
+from siirl_dask.models.cache import check_no_adapters, folder_if_here
 from siirl_dask.models.experts import joined
 from siirl_dask.models.packed_weights import packing_of
-from siirl_dask.models.remote import is_remote
-from siirl_dask.models.shapes import INDEX, files_with_weights, stored_tensors
+from siirl_dask.models.remote import reached
+from siirl_dask.models.shapes import (
+    INDEX,
+    StoredTensor,
+    files_with_weights,
+    sampled_bytes,
+    stored_tensors,
+)
 from siirl_dask.models.weight_names import (
+    described_parameters,
     lacking,
     read_stored,
     stored_parameters,
@@ -95,20 +102,41 @@ def check_weights(path: str, use: ModelUse = ModelUse.GENERATES) -> None:
             f"model.path={path!r}: its *.safetensors are not of the model that its config.json "
             f"describes: {', '.join(problems[:_NAMED])}{more}"
         )
-    if not is_remote(path):
-        check_tied(path, model)
+    check_tied(path, model)
 
 
 def check_tied(path: str, model: PreTrainedModel) -> None:
-    """Raise ConfigError where a folder has several tensors for a parameter of ``model``, which may
-    be without memory, and they differ.
+    """Raise ConfigError where a model at ``path``, on any fsspec URL, has several tensors for a
+    parameter of ``model``, which may be without memory, and they differ. Of files that have not come
+    to this host samples are compared.
     """
     several = [names for names in tied_names(model).values() if len(names) > 1]
     if not several:
         return
-    stored = stored_parameters(model, open_tensors(path))
+    folder = folder_if_here(path)
+    if folder is None:
+        tensors = stored_tensors(path)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        stored = described_parameters(model, shapes)
+    else:
+        stored = stored_parameters(model, open_tensors(folder))
     for names in several:
         there = [name for name in names if name in stored]
         for other in there[1:]:
-            if not torch.equal(read_stored(stored[there[0]]), read_stored(stored[other])):
+            first, second = stored[there[0]], stored[other]
+            if folder is None:
+                with reached(path):
+                    equal = _look_equal(tensors.get(first[0]), tensors.get(second[0]))
+            else:
+                equal = torch.equal(read_stored(first), read_stored(second))
+            if not equal:
                 raise tied_apart(f"model.path={path!r}", there[0], other)
+
+
+def _look_equal(first: StoredTensor | None, second: StoredTensor | None) -> bool:
+    """Return whether samples of two tensors are equal. Tensors of other types, or that a parameter
+    is made of, are compared where they have come.
+    """
+    if first is None or second is None or first.dtype != second.dtype:
+        return True
+    return sampled_bytes(first) == sampled_bytes(second)

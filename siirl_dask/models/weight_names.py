@@ -76,8 +76,7 @@ def lacking(
     buffer that is saved with these, that files with tensors of these ``shapes``, by name, lack or
     have in another shape. Those whose names begin with one of ``unused`` may be lacking.
     """
-    headers = _Headers(shapes)
-    stored = stored_parameters(model, joined(dict.fromkeys(shapes, headers)))
+    stored = described_parameters(model, shapes)
     ignored = [re.compile(rule) for rule in model._keys_to_ignore_on_load_missing or ()]
     ignored += [re.compile(f"^{re.escape(start)}") for start in unused]
     clauses = []
@@ -100,6 +99,15 @@ def lacking(
             if shape != expected:
                 clauses.append(f"{in_file} has shape {shape} where {expected} was expected")
     return clauses
+
+
+def described_parameters(
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Stored]:
+    """Return where each parameter, or buffer, is stored, as ``stored_parameters`` does, given the
+    ``shapes`` of tensors in files by name: what is read of them has shapes alone.
+    """
+    return stored_parameters(model, joined(dict.fromkeys(shapes, _Headers(shapes))))
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:

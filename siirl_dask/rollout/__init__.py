@@ -14,6 +14,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.images import load_processor
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import local_model
+from siirl_dask.models.planned_models import model_here
 from siirl_dask.planner import builds
 from siirl_dask.rollout.continued_rows import ContinuedRow
 from siirl_dask.rollout.engine import (
@@ -37,6 +38,7 @@ from siirl_dask.rollout.engine import (
 )
 from siirl_dask.rollout.preflight import check_engine, check_stop_tokens, engine_groups
 from siirl_dask.rollout.specs import (
+    ENGINES,
     Abilities,
     EngineFacts,
     EngineInputs,
@@ -150,7 +152,10 @@ def examine_servers(config: Config) -> Sequence[ExaminedServer]:
 def _build(spec: EngineSpec, inputs: EngineInputs) -> RolloutEngine:
     hide()
     rollout = inputs.rollout
-    model = local_model(inputs.model, inputs.device)
+    if spec.name in ENGINES:
+        model = model_here(inputs.model, inputs.device)
+    else:
+        model = local_model(inputs.model, inputs.device)
     check_stop_tokens(model, rollout)
     processor = load_processor(model.path, inputs.images)
     spec.installation.check()

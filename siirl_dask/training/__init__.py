@@ -9,8 +9,10 @@ from typing import TypeVar
 
 from siirl_dask.config import ImagesConfig, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, Rank
+from siirl_dask.models.architecture import ModelUse
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import local_model
+from siirl_dask.models.planned_models import model_here
 from siirl_dask.models.routing import needed_routing
 from siirl_dask.planner import builds
 from siirl_dask.training.layouts import check_replay
@@ -24,6 +26,7 @@ from siirl_dask.training.preflight import (
     trainer_groups,
 )
 from siirl_dask.training.specs import (
+    TRAINERS,
     Division,
     RoleRequest,
     TrainerMemory,
@@ -108,7 +111,7 @@ def build_trainer(
     this one's. With ``rollout.router_replay`` it goes by the engine's routes.
     """
     check_replay(trainer, rollout)
-    model = local_model(model, device)
+    model = _model_here(model, device, trainer)
     request = RoleRequest(
         device=device,
         rank=rank,
@@ -139,7 +142,7 @@ def build_reference(
     request = RoleRequest(
         device=device,
         rank=rank,
-        model=local_model(model, device),
+        model=_model_here(model, device, trainer),
         trainer=trainer,
         temperature=rollout.temperature,
         images=images,
@@ -159,9 +162,18 @@ def build_critic(
     """Build a critic that begins as the model in ``model.path``, one of ``rank.size`` that learn
     together.
     """
-    model = local_model(model, device)
+    model = _model_here(model, device, trainer)
     request = RoleRequest(device=device, rank=rank, model=model, trainer=trainer, images=images)
     return _built(trainer_spec(trainer.backend).build_critic, request, "critic")
+
+
+def _model_here(model: ModelConfig, device: Device, trainer: TrainerConfig) -> ModelConfig:
+    """Return ``model`` with its folder on this host; a backend of the user's own may read others
+    than transformers'.
+    """
+    if trainer.backend in TRAINERS:
+        return model_here(model, device)
+    return local_model(model, device)
 
 
 def _built(build: Callable[[RoleRequest], T] | None, request: RoleRequest, role: str) -> T:
@@ -188,7 +200,7 @@ def build_reward_model(
     hide()
     from siirl_dask.training.reward_model import TorchRewardModel
 
-    model = local_model(model, device)
+    model = model_here(model, device, ModelUse.SCORES)
     with device.stage("the loading of weights"):
         return TorchRewardModel(
             model,
@@ -215,7 +227,7 @@ def build_encoder(
     hide()
     from siirl_dask.training.encoder import TorchTextEncoder
 
-    model = local_model(model, device)
+    model = model_here(model, device, ModelUse.ENCODES)
     with device.stage("the loading of weights"):
         return TorchTextEncoder(
             model,
