@@ -41,6 +41,8 @@ INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _ENDING = ".safetensors"
+FLOATING = ("F32", "BF16", "F16", "F64")
+"""Types of weights, as safetensors names them: numbers that need no scales."""
 _NAMED = 4  # files or parameters in a message
 _LAYER = re.compile(r"^.*\blayers\.\d+\.")
 _OF_EXPERTS = ".experts."
@@ -336,13 +338,12 @@ def check_has_safetensors(path: str, backend: str) -> None:
         )
 
 
-def shapes_in_file(url: str, subject: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in one ``.safetensors`` file, on any fsspec URL. ConfigError,
+def tensors_in_file(url: str, subject: str) -> dict[str, StoredTensor]:
+    """Return each tensor in one ``.safetensors`` file, on any fsspec URL, by name. ConfigError,
     beginning with ``subject``, for one that cannot be read.
     """
     try:
-        fs, path = open_fs(url)
-        return {name: tensor.shape for name, tensor in _tensors_in(fs, path)}
+        return dict(_tensors_in(*open_fs(url)))
     except Exception as error:  # drivers of remote storage raise what they like
         raise ConfigError(f"{subject}: {url} cannot be read: {error}") from error
 

@@ -30,11 +30,11 @@ from transformers.core_model_loading import (
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.experts import joined
+from siirl_dask.models.shapes import FLOATING
 
 if TYPE_CHECKING:
     from siirl_dask.models.shapes import StoredTensor
 
-_FLOATING = ("F32", "BF16", "F16", "F64")  # types of weights, as safetensors names them
 Stored = tuple[str, Any]
 """Name of a weight in an open file, and that file; ``file.get_slice(name)`` reads it."""
 
@@ -179,9 +179,9 @@ def unfit(model: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> list[s
     for name, renamed, is_known in _as_parameters(model, tensors):
         dtype = tensors[name].dtype
         own = state.get(renamed, state.get(name))
-        if is_known and dtype not in _FLOATING and (own is None or own.is_floating_point()):
+        if is_known and dtype not in FLOATING and (own is None or own.is_floating_point()):
             clauses.append(
-                f"{name} is {dtype} where one of {', '.join(_FLOATING)} was expected, and there is "
+                f"{name} is {dtype} where one of {', '.join(FLOATING)} was expected, and there is "
                 "no quantization_config"
             )
         in_layer = renamed.rpartition(".")[0] in with_parameters

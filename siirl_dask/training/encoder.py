@@ -80,10 +80,19 @@ class TorchTextEncoder(HoldsNoGroups):
 
 
 def check_settings(model: ModelConfig, max_tokens: int) -> None:
-    """Raise ConfigError for an encoder that reads fewer than ``max_tokens`` tokens of a text. Does
-    nothing without a ``config.json`` of a kind that transformers knows.
+    """Raise ConfigError for an encoder that reads fewer than ``max_tokens`` tokens of a text, and
+    for one with a decoder, which would want a text of its own. Does nothing without a
+    ``config.json`` of a kind that transformers knows.
     """
-    places = getattr(read_settings(model.path), "max_position_embeddings", None)
+    config = read_settings(model.path)
+    if config is None:
+        return
+    if config.is_encoder_decoder:
+        raise ConfigError(
+            f"{_subject(model)}: {config.model_type} has a decoder beside its encoder; expected a "
+            "model that is one or the other"
+        )
+    places = getattr(config, "max_position_embeddings", None)
     if places is not None and max_tokens > places:
         raise ConfigError(
             f"{_subject(model)}: max_tokens={max_tokens}, and it has {places} positions: expected "

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, T5Config
 
 from siirl_dask.config import Config, ModelConfig
 from siirl_dask.context import Device, Rank
@@ -86,6 +86,13 @@ def test_more_tokens_than_the_model_has_places_for_are_refused(folder, refused):
         refused(folder, max_tokens=33)
     with pytest.raises(ConfigError, match="max_tokens=512, and it has 32 positions"):
         check_encoder({"model": ModelConfig(path=str(folder))}, ["w"], Config())
+
+
+def test_an_encoder_with_a_decoder_is_refused(tmp_path):
+    """T5 would end in the first step, for want of a text for its decoder."""
+    T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="t5 has a decoder beside its encoder"):
+        plan(tmp_path)
 
 
 def test_plan_knows_the_files_of_an_encoder(folder, tmp_path):
