@@ -20,7 +20,7 @@ from siirl_dask.errors import ConfigError, SiirlError
 from siirl_dask.models.architecture import read_config
 from siirl_dask.models.cache import ADAPTER_CONFIG
 from siirl_dask.models.remote import HUB
-from siirl_dask.models.shapes import FLOATING, tensors_in_file
+from siirl_dask.models.shapes import tensors_in_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -199,10 +199,8 @@ def _shapes(lora: LoraConfig) -> Shapes:
     subject = _subject(lora)
     found = tensors_in_file(join(str(lora.path), WEIGHTS), subject)
     for name, tensor in found.items():
-        if tensor.dtype not in FLOATING:
-            raise ConfigError(
-                f"{subject}: {name} is {tensor.dtype}; expected one of {', '.join(FLOATING)}"
-            )
+        if tensor.type_fault:
+            raise ConfigError(f"{subject}: {name} {tensor.type_fault}")
     return {name.removeprefix(PREFIX): tensor.shape for name, tensor in found.items()}
 
 

@@ -41,7 +41,7 @@ INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _ENDING = ".safetensors"
-FLOATING = ("F32", "BF16", "F16", "F64")
+_FLOATING = ("F32", "BF16", "F16", "F64")
 """Types of weights, as safetensors names them: numbers that need no scales."""
 _NAMED = 4  # files or parameters in a message
 _LAYER = re.compile(r"^.*\blayers\.\d+\.")
@@ -85,6 +85,13 @@ class StoredTensor:
     begin: int
     """Place of its first byte in the file."""
     nbytes: int
+
+    @property
+    def type_fault(self) -> str:
+        """A clause on numbers that want scales, or are no weights; empty for others."""
+        if self.dtype in _FLOATING:
+            return ""
+        return f"is {self.dtype} where one of {', '.join(_FLOATING)} was expected"
 
 
 @dataclass(frozen=True, slots=True)

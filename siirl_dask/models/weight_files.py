@@ -123,7 +123,8 @@ def check_tied(path: str, model: PreTrainedModel) -> None:
     for names in several:
         there = [name for name in names if name in stored]
         for other in there[1:]:
-            first, second = stored[there[0]], stored[other]
+            first = stored[there[0]]
+            second = stored[other]
             if folder is None:
                 with reached(path):
                     equal = _look_equal(tensors.get(first[0]), tensors.get(second[0]))

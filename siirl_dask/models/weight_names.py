@@ -30,7 +30,6 @@ from transformers.core_model_loading import (
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.experts import joined
-from siirl_dask.models.shapes import FLOATING
 
 if TYPE_CHECKING:
     from siirl_dask.models.shapes import StoredTensor
@@ -177,13 +176,10 @@ def unfit(model: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> list[s
     buffers = {name for name, _ in model.named_buffers()}
     clauses = []
     for name, renamed, is_known in _as_parameters(model, tensors):
-        dtype = tensors[name].dtype
+        fault = tensors[name].type_fault
         own = state.get(renamed, state.get(name))
-        if is_known and dtype not in FLOATING and (own is None or own.is_floating_point()):
-            clauses.append(
-                f"{name} is {dtype} where one of {', '.join(FLOATING)} was expected, and there is "
-                "no quantization_config"
-            )
+        if is_known and fault and (own is None or own.is_floating_point()):
+            clauses.append(f"{name} {fault}, and there is no quantization_config")
         in_layer = renamed.rpartition(".")[0] in with_parameters
         if is_known or not in_layer or renamed in buffers:
             continue

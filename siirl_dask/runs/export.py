@@ -145,7 +145,7 @@ def write_folder(
     in_base = weight_shapes(config.model.path).keys()
     described = folder_here(config.model.path, weights=False)
     of_base = [*frozen, *weight_buffers(described), *weights_of_others(described, in_base)]
-    needs_base = adapted or bool(of_base)
+    needs_base = any([adapted, *of_base])
     if needs_base:
         _check_base(run, config, role)
     base = folder_here(config.model.path, weights=needs_base)

@@ -303,7 +303,7 @@ def test_adapters_in_8_bits_are_refused_which_would_be_taken_as_they_are(tmp_pat
     save_file(halves, tmp_path / "adapter_model.safetensors")
     lora = LoraConfig(rank=4, alpha=16, path=str(tmp_path))
     expected = {f"{layer}.lora_A.weight": (4, 8)}
-    with pytest.raises(ConfigError, match=r"q_proj.lora_A.weight is I8; expected one of F32"):
+    with pytest.raises(ConfigError, match=r"q_proj.lora_A.weight is I8 where one of F32"):
         check_adapter_folder(lora, "base", expected)
 
 

@@ -264,7 +264,7 @@ def test_a_folder_in_which_an_engine_reads_a_pattern_is_refused(tmp_path, engine
 def test_options_by_which_vllm_reads_other_files_than_the_trainer_are_refused(
     tmp_path, option, value, refused
 ):
-    """Of a folder with files of Mistral's library as well, vLLM's "auto" would take these."""
+    """Where a folder has files of Mistral's library as well, "auto" takes these."""
     role, spec = role_of("vllm", tmp_path)
     role.rollout.vllm.engine_kwargs[option] = value
     if not refused:
