@@ -67,7 +67,7 @@ class TorchTextEncoder(HoldsNoGroups):
 
     def _check_embedded(self, text: str, ids: Sequence[int]) -> None:
         """Raise ConfigError for a token that was added to the tokenizer, and not to the model."""
-        known = self._model.get_input_embeddings().num_embeddings  # type: ignore[union-attr]
+        known = self._model.get_input_embeddings().num_embeddings
         if max(ids) >= known:
             raise ConfigError(
                 f"{self._subject}: its tokenizer makes token {max(ids)} of {text!r:.60}, and the "
