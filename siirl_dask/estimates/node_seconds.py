@@ -55,7 +55,8 @@ from siirl_dask.schema import (
     RESPONSE_IDS,
     VALUES,
 )
-from siirl_dask.training.preflight import count_adapters, matrix_shapes
+from siirl_dask.training.parts import matrix_shapes
+from siirl_dask.training.preflight import count_adapters
 from siirl_dask.training.specs import division_of
 
 Placement = Mapping[str, Sequence[str]]

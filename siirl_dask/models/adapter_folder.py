@@ -20,7 +20,7 @@ from siirl_dask.errors import ConfigError, SiirlError
 from siirl_dask.models.architecture import read_config
 from siirl_dask.models.cache import ADAPTER_CONFIG
 from siirl_dask.models.remote import HUB
-from siirl_dask.models.shapes import shapes_in_file
+from siirl_dask.models.shapes import tensors_in_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -195,9 +195,13 @@ def _listed(fs: Any, folder: str) -> Sequence[str]:
 
 
 def _shapes(lora: LoraConfig) -> Shapes:
-    url = join(str(lora.path), WEIGHTS)
-    found = shapes_in_file(url, _subject(lora))
-    return {name.removeprefix(PREFIX): shape for name, shape in found.items()}
+    """Return the shapes of the folder's tensors. ConfigError for numbers that want scales."""
+    subject = _subject(lora)
+    found = tensors_in_file(join(str(lora.path), WEIGHTS), subject)
+    for name, tensor in found.items():
+        if tensor.type_fault:
+            raise ConfigError(f"{subject}: {name} {tensor.type_fault}")
+    return {name.removeprefix(PREFIX): tensor.shape for name, tensor in found.items()}
 
 
 def _check_shapes(found: Shapes, expected: Shapes, subject: str) -> None:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from siirl_dask.errors import ConfigError
@@ -19,10 +20,23 @@ from siirl_dask.models.cache import open_model
 from siirl_dask.models.remote import reached
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 Shapes = dict[str, tuple[int, ...]]
 T = TypeVar("T")
+
+
+class ModelUse(StrEnum):
+    """Use of a folder's weights; the value says which model of transformers reads them."""
+
+    GENERATES = "generating model"
+    """Policies, references, critics and engines."""
+    SCORES = "sequence classifier"
+    """Reward models."""
+    ENCODES = "model without a head"
+    """Encoders of texts."""
+
+
 _SIZES = {  # the key of config.json for each field of Architecture that is a size
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -136,6 +150,16 @@ def shapes_by_config(path: str) -> Shapes:
     if shapes is None:
         return {}
     return shapes
+
+
+def read_settings(path: str) -> PretrainedConfig | None:
+    """Read the ``config.json`` of a model's folder, on any fsspec URL, as transformers' own; None
+    without one, and for a kind that transformers does not know. ConfigError if it is damaged.
+    """
+    config = read_config(path)
+    if config is None:
+        return None
+    return understood(path, config, _settings)
 
 
 def read_config(path: str) -> dict[str, Any] | None:
@@ -329,23 +353,44 @@ def _by_transformers(config: Mapping[str, Any]) -> Shapes:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def empty_model(config: Mapping[str, Any]) -> PreTrainedModel | None:
-    """Build the generating model that a ``config.json`` describes, on the meta device: it takes no
-    memory. None for a kind that transformers does not know, or that does not generate.
+def empty_model(
+    config: Mapping[str, Any], use: ModelUse = ModelUse.GENERATES
+) -> PreTrainedModel | None:
+    """Build the model for a ``use`` that a ``config.json`` describes, on the meta device: it takes
+    no memory. None for a kind that transformers does not know, or has no such model of.
     """
     import torch
 
-    hide()
-    from transformers import CONFIG_MAPPING
-
-    from siirl_dask.models.loading import class_of_config
-
-    if config.get("model_type") not in CONFIG_MAPPING:
+    whole = _settings(config)
+    if whole is None:
         return None
-    whole = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
-    kind = class_of_config(whole)
+    kind = _class_for_use(whole, use)
     if type(whole) not in kind._model_mapping:
         return None
     with torch.device("meta"):
         model: PreTrainedModel = kind.from_config(whole)
     return model
+
+
+def _settings(config: Mapping[str, Any]) -> PretrainedConfig | None:
+    """Return a ``config.json`` as transformers' own; None for a kind that it does not know."""
+    hide()
+    from transformers import CONFIG_MAPPING
+
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return None
+    settings: PretrainedConfig = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    return settings
+
+
+def _class_for_use(config: PretrainedConfig, use: ModelUse) -> Any:
+    """Return the class of transformers that loads the model of ``config`` for ``use``."""
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    from siirl_dask.models.loading import class_of_config
+
+    if use is ModelUse.SCORES:
+        return AutoModelForSequenceClassification
+    if use is ModelUse.ENCODES:
+        return AutoModel
+    return class_of_config(config)

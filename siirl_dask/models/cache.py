@@ -83,9 +83,22 @@ def open_model(path: str) -> tuple[AbstractFileSystem, str]:
     """Return where a model's files can be read: in its folder on this host, where a URL's files
     have come.
     """
-    if is_remote(path) and is_here(model := find_model(path)):
-        path = str(fetch(model))
-    return open_fs(path)
+    folder = folder_if_here(path)
+    if folder is None:
+        return open_fs(path)
+    return open_fs(folder)
+
+
+def folder_if_here(path: str) -> str | None:
+    """Return the folder of the model at ``path`` on this host; None for a URL whose files have not
+    all come.
+    """
+    if not is_remote(path):
+        return path
+    model = find_model(path)
+    if is_here(model):
+        return str(fetch(model))
+    return None
 
 
 def check_no_adapters(path: str) -> None:

@@ -26,6 +26,19 @@ from siirl_dask.models.architecture import read_config
 _LONGROPE = ("longrope", "su")  # its name in earlier configs
 DYNAMIC = "dynamic"
 _ORIGINAL = "original_max_position_embeddings"
+_WITH_TABLE = (
+    "biogpt",
+    "codegen",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gptj",
+    "mpt",
+    "openai-gpt",
+    "opt",
+)
+"""``model_type`` of those that have a table of positions, behind which their kernels read."""
+_PLACES = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +65,13 @@ def check_longest_row(model: ModelConfig, longest: int) -> None:
     """Raise ConfigError for a model whose frequencies follow the longest row, and cannot be pinned
     for this run.
 
-    So is one whose tokens see a choice of those before them, with rows longer than what is chosen.
+    So is one whose tokens see a choice of those before them, with rows longer than what is chosen,
+    and one with a table of positions that is shorter than a row.
     ``longest`` is the longest row of the run. Does nothing without a ``config.json`` at
     ``model.path``.
     """
     _check_sees_all(model, longest)
+    _check_has_places(model, longest)
     for found in following(model.path):
         subject = found.subject(model)
         if model.longest_row is None and longest > found.limit:
@@ -91,6 +106,23 @@ def _check_sees_all(model: ModelConfig, longest: int) -> None:
             f"data.max_prompt_length + rollout.max_response_length is {longest}, expected at most "
             f"{chosen}"
         )
+
+
+def _check_has_places(model: ModelConfig, longest: int) -> None:
+    """Raise ConfigError where a row may have tokens behind the end of a model's table of positions:
+    an IndexError on a CPU, and on an accelerator an error of a kernel, at the first such row.
+    """
+    config = read_config(model.path)
+    if config is None or config.get("model_type") not in _WITH_TABLE:
+        return
+    for key in _PLACES:
+        places = config.get(key)
+        if isinstance(places, int) and longest > places:
+            raise ConfigError(
+                f"model.path={model.path!r}: it has {places} positions ({key}), and data."
+                f"max_prompt_length + rollout.max_response_length is {longest}: expected at most "
+                "that"
+            )
 
 
 def check_frequencies_are_pinned(model: ModelConfig) -> None:

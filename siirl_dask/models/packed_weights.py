@@ -8,9 +8,12 @@ from typing import Any
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import read_config
+from siirl_dask.models.cache import open_model
+from siirl_dask.models.remote import reached
 
 PACKING_KEYS = ("quantization_config", "compression_config")
 """Keys of ``config.json``, or of the config of the model's text, that say how weights are packed."""
+_OF_MODELOPT = "hf_quant_config.json"
 UNPACKED = ("mxfp4", "fp8")
 """Methods of ``quantization_config`` that ``siirl-dask unpack`` knows."""
 
@@ -28,7 +31,8 @@ def packing_of(path: str) -> str | None:
 
 def read_packing(path: str) -> dict[str, Any] | None:
     """Return the ``quantization_config`` of the model at ``path``, or of its text; None without
-    one.
+    one. Where ``hf_quant_config.json`` says it instead, as of earlier releases of ModelOpt, which
+    vLLM reads as well, ``quant_method`` is ``modelopt``.
     """
     config = read_config(path)
     if config is None:
@@ -40,6 +44,11 @@ def read_packing(path: str) -> dict[str, Any] | None:
             packing = part.get(key)
             if isinstance(packing, dict):
                 return packing
+    with reached(path):
+        fs, folder = open_model(path)
+        of_modelopt = fs.exists(f"{folder}/{_OF_MODELOPT}")
+    if of_modelopt:
+        return {"quant_method": "modelopt"}
     return None
 
 
@@ -51,8 +60,8 @@ def check_not_packed(path: str) -> None:
     if method is None:
         return
     subject = (
-        f"model.path={path!r}: its weights are packed (quantization_config of quant_method "
-        f"{method!r})"
+        f"model.path={path!r}: its weights are packed (config.json or {_OF_MODELOPT} names "
+        f"quant_method {method!r})"
     )
     if method in UNPACKED:
         raise ConfigError(

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from siirl_dask.models.architecture import read_config
-from siirl_dask.models.cache import open_model
-from siirl_dask.models.remote import reached, tag_of
+from siirl_dask.config import ModelConfig
+from siirl_dask.context import Device
+from siirl_dask.models.architecture import ModelUse, read_config
+from siirl_dask.models.cache import local_model, open_model
+from siirl_dask.models.remote import is_remote, reached, tag_of
 from siirl_dask.models.shapes import listed_files
 
 _CONFIG = "config.json"
@@ -39,9 +41,9 @@ GENERATED = (
 not its own loop."""
 
 
-def check_model(path: str) -> None:
+def check_model(path: str, use: ModelUse = ModelUse.GENERATES) -> None:
     """Check the files of the model at ``path``, on any fsspec URL, as ``check_weights`` of
-    weight_files.py does; once for files that stay as they are, whichever role asks.
+    weight_files.py does for a ``use``; once for files that stay as they are, whichever role asks.
 
     Does nothing where no ``config.json`` is. ConfigError for files that are not of the model.
     """
@@ -51,16 +53,29 @@ def check_model(path: str) -> None:
     if _CONFIG not in there:
         return
     files = [(name, str(info["size"]), tag_of(info)) for name, info in there.items()]
-    _check_files(path, tuple(sorted(files)))
+    _check_files(path, use, tuple(sorted(files)))
+
+
+def model_here(
+    model: ModelConfig, device: Device, use: ModelUse = ModelUse.GENERATES
+) -> ModelConfig:
+    """Return ``model`` with its folder on this host as its path, as ``local_model`` does. Files that
+    have come from a URL are checked: of these a plan reads headers and samples. ConfigError as of
+    ``check_model``.
+    """
+    found = local_model(model, device)
+    if is_remote(model.path):
+        check_model(found.path, use)
+    return found
 
 
 @lru_cache(maxsize=64)  # roles of a run ask for the same model
-def _check_files(path: str, files: tuple[tuple[str, str, str], ...]) -> None:
+def _check_files(path: str, use: ModelUse, files: tuple[tuple[str, str, str], ...]) -> None:
     """Check the files of a model, of which ``files`` has names, sizes and tags."""
     # torch and transformers, which take seconds
     from siirl_dask.models.weight_files import check_weights
 
-    check_weights(path)
+    check_weights(path, use)
 
 
 def why_padded(path: str) -> str | None:

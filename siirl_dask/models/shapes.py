@@ -28,10 +28,9 @@ from siirl_dask.models.architecture import (
     shapes_by_config,
     understood,
 )
-from siirl_dask.models.cache import open_model
+from siirl_dask.models.cache import folder_if_here, open_model
 from siirl_dask.models.remote import (
     find_model,
-    is_of_mistral,
     is_of_weights,
     is_remote,
     reached,
@@ -42,6 +41,8 @@ INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _ENDING = ".safetensors"
+_FLOATING = ("F32", "BF16", "F16", "F64")
+"""Types of weights, as safetensors names them: numbers that need no scales."""
 _NAMED = 4  # files or parameters in a message
 _LAYER = re.compile(r"^.*\blayers\.\d+\.")
 _OF_EXPERTS = ".experts."
@@ -49,6 +50,7 @@ _STREAMS = 8  # headers read at once
 _FIRST = 2**20  # bytes of each file, of which its header is a part
 _SAMPLES = 64  # places of each file
 _SAMPLE = 4096  # bytes
+_LENGTH = 8  # bytes before the header, with its length
 _LARGEST_HEADER = 10**8  # bytes, a limit of the safetensors specification
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 # as Qwen, Mixtral and DeepSeek name them
@@ -78,6 +80,18 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     """Type of its numbers, as safetensors names it: ``BF16``."""
+    url: str
+    """Its file."""
+    begin: int
+    """Place of its first byte in the file."""
+    nbytes: int
+
+    @property
+    def type_fault(self) -> str:
+        """A clause on numbers that want scales, or are no weights; empty for others."""
+        if self.dtype in _FLOATING:
+            return ""
+        return f"is {self.dtype} where one of {', '.join(_FLOATING)} was expected"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +204,22 @@ def stored_tensors(path: str) -> dict[str, StoredTensor]:
             return dict(chain.from_iterable(pool.map(_tensors_at, names, map(tag_of, found))))
 
 
+def sampled_bytes(tensor: StoredTensor) -> list[bytes]:
+    """Read samples of a tensor's numbers, at even distances, from its file on any fsspec URL. Those
+    of two tensors that a run has trained apart differ.
+    """
+    fs, path = open_fs(tensor.url)
+    starts = [tensor.begin + tensor.nbytes * place // _SAMPLES for place in range(_SAMPLES)]
+    end = tensor.begin + tensor.nbytes
+
+    def read(start: int) -> bytes:
+        data: bytes = fs.cat_file(path, start=start, end=min(start + _SAMPLE, end))
+        return data
+
+    with ThreadPoolExecutor(_STREAMS) as pool:
+        return list(pool.map(read, starts))
+
+
 def listed_files(fs: Any, folder: str) -> dict[str, dict[str, Any]]:
     """Return what a store says of each entry of a folder by its name; empty without a folder."""
     try:
@@ -275,15 +305,18 @@ def check_no_pattern(path: str, engine: str) -> None:
 
 def check_no_other_weights(path: str, engine: str) -> None:
     """Raise ConfigError for a model with ``*.safetensors`` beside those that hold its weights, as of
-    another precision (``variant``), where no index names these: ``engine`` would load all of them.
-
-    Files of Mistral's own library hold the same weights, and are left to the engine.
+    another precision (``variant``) or of Mistral's own library (``consolidated``), where no index
+    names these: ``engine`` would load all of them.
     """
     with reached(path):
-        there = listed_files(*open_model(path))
+        folder = folder_if_here(path)
+        if folder is None:
+            there = {file.name for file in find_model(path).files}
+        else:
+            there = set(listed_files(*open_fs(folder)))
     if INDEX in there:
         return
-    found = {name for name in there if name.endswith(_ENDING) and not is_of_mistral(name)}
+    found = {name for name in there if name.endswith(_ENDING)}
     others = found - {_WHOLE}
     if _WHOLE in found and others:
         raise ConfigError(
@@ -312,13 +345,12 @@ def check_has_safetensors(path: str, backend: str) -> None:
         )
 
 
-def shapes_in_file(url: str, subject: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in one ``.safetensors`` file, on any fsspec URL. ConfigError,
+def tensors_in_file(url: str, subject: str) -> dict[str, StoredTensor]:
+    """Return each tensor in one ``.safetensors`` file, on any fsspec URL, by name. ConfigError,
     beginning with ``subject``, for one that cannot be read.
     """
     try:
-        fs, path = open_fs(url)
-        return {name: tensor.shape for name, tensor in _tensors_in(fs, path)}
+        return dict(_tensors_in(*open_fs(url)))
     except Exception as error:  # drivers of remote storage raise what they like
         raise ConfigError(f"{subject}: {url} cannot be read: {error}") from error
 
@@ -333,21 +365,23 @@ def _tensors_in(fs: Any, name: str) -> Iterator[tuple[str, StoredTensor]]:
     """Read one file's header: its length in 8 bytes little-endian, then JSON."""
     try:
         with fs.open(name, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            length = int.from_bytes(file.read(_LENGTH), "little")
             if length > _LARGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
             end = file.seek(0, SEEK_END)
-        ends = [
-            tensor["data_offsets"][1] for key, tensor in header.items() if key != "__metadata__"
-        ]
-        if end != 8 + length + max(ends, default=0):
+        header.pop("__metadata__", None)
+        first = _LENGTH + length
+        url = fs.unstrip_protocol(name)
+        found = []
+        for key, tensor in header.items():
+            begin, behind = tensor["data_offsets"]
+            shape = tuple(map(int, tensor["shape"]))
+            stored = StoredTensor(shape, str(tensor["dtype"]), url, first + begin, behind - begin)
+            found.append((key, stored))
+        if end != max((each.begin + each.nbytes for _, each in found), default=first):
             raise ValueError(f"it has {end} bytes, which are not all of its tensors or too many")
-        yield from [
-            (key, StoredTensor(tuple(map(int, tensor["shape"])), str(tensor["dtype"])))
-            for key, tensor in header.items()
-            if key != "__metadata__"
-        ]
+        yield from found
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.path: {name} is no whole safetensors file: {error}") from error
 

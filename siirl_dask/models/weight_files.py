@@ -4,6 +4,7 @@ read; weights are read when they are used.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,20 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.architecture import empty_model, read_config, understood
-from siirl_dask.models.cache import check_no_adapters
+from siirl_dask.models.architecture import ModelUse, empty_model, read_config, understood
+from siirl_dask.models.cache import check_no_adapters, folder_if_here
 from siirl_dask.models.experts import joined
 from siirl_dask.models.packed_weights import packing_of
-from siirl_dask.models.remote import is_remote
-from siirl_dask.models.shapes import INDEX, files_with_weights, stored_tensors
+from siirl_dask.models.remote import reached
+from siirl_dask.models.shapes import (
+    INDEX,
+    StoredTensor,
+    files_with_weights,
+    sampled_bytes,
+    stored_tensors,
+)
 from siirl_dask.models.weight_names import (
+    described_parameters,
     lacking,
     read_stored,
     stored_parameters,
@@ -27,6 +35,8 @@ from siirl_dask.models.weight_names import (
     unfit,
 )
 
+UNUSED = ("pooler.",)
+"""Beginnings of the names of parameters that an encoder's hidden states do not depend on."""
 _NAMED = 4  # parameters in a message
 
 
@@ -54,9 +64,9 @@ def open_tensors(path: str) -> dict[str, Any]:
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118  # the file is no mapping
 
 
-def check_weights(path: str) -> None:
+def check_weights(path: str, use: ModelUse = ModelUse.GENERATES) -> None:
     """Check that the ``*.safetensors`` of the model at ``path``, on any fsspec URL, have each
-    parameter of the generating model that its ``config.json`` describes, in its shape and as
+    parameter of the model for ``use`` that its ``config.json`` describes, in its shape and as
     floating-point numbers, and nothing else for its layers.
 
     Does nothing without a ``config.json`` and for packed weights, and looks at no weights without
@@ -69,20 +79,21 @@ def check_weights(path: str) -> None:
     if config is None or packing_of(path) is not None:
         return
     check_no_adapters(path)
-    model = understood(path, config, empty_model)
+    model = understood(path, config, partial(empty_model, use=use))
     if model is None:
         code = ""
         if "auto_map" in config:
             code = ", and code in a model's folder is not run"
         raise ConfigError(
-            f"model.path={path!r}: transformers has no generating model of the model_type "
+            f"model.path={path!r}: transformers has no {use} of the model_type "
             f"{config.get('model_type')!r} of its config.json{code}"
         )
     tensors = stored_tensors(path)
     if not tensors:
         return
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    problems = [*lacking(model, shapes), *unfit(model, tensors)]
+    unused = UNUSED if use is ModelUse.ENCODES else ()
+    problems = [*lacking(model, shapes, unused), *unfit(model, tensors)]
     if problems:
         more = ""
         if len(problems) > _NAMED:
@@ -91,20 +102,42 @@ def check_weights(path: str) -> None:
             f"model.path={path!r}: its *.safetensors are not of the model that its config.json "
             f"describes: {', '.join(problems[:_NAMED])}{more}"
         )
-    if not is_remote(path):
-        check_tied(path, model)
+    check_tied(path, model)
 
 
 def check_tied(path: str, model: PreTrainedModel) -> None:
-    """Raise ConfigError where a folder has several tensors for a parameter of ``model``, which may
-    be without memory, and they differ.
+    """Raise ConfigError where a model at ``path``, on any fsspec URL, has several tensors for a
+    parameter of ``model``, which may be without memory, and they differ. Of files that have not come
+    to this host samples are compared.
     """
     several = [names for names in tied_names(model).values() if len(names) > 1]
     if not several:
         return
-    stored = stored_parameters(model, open_tensors(path))
+    folder = folder_if_here(path)
+    if folder is None:
+        tensors = stored_tensors(path)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        stored = described_parameters(model, shapes)
+    else:
+        stored = stored_parameters(model, open_tensors(folder))
     for names in several:
         there = [name for name in names if name in stored]
         for other in there[1:]:
-            if not torch.equal(read_stored(stored[there[0]]), read_stored(stored[other])):
+            first = stored[there[0]]
+            second = stored[other]
+            if folder is None:
+                with reached(path):
+                    equal = _look_equal(tensors.get(first[0]), tensors.get(second[0]))
+            else:
+                equal = torch.equal(read_stored(first), read_stored(second))
+            if not equal:
                 raise tied_apart(f"model.path={path!r}", there[0], other)
+
+
+def _look_equal(first: StoredTensor | None, second: StoredTensor | None) -> bool:
+    """Return whether samples of two tensors are equal. Tensors of other types, or that a parameter
+    is made of, are compared where they have come.
+    """
+    if first is None or second is None or first.dtype != second.dtype:
+        return True
+    return sampled_bytes(first) == sampled_bytes(second)

@@ -34,7 +34,6 @@ from siirl_dask.models.experts import joined
 if TYPE_CHECKING:
     from siirl_dask.models.shapes import StoredTensor
 
-_FLOATING = ("F32", "BF16", "F16", "F64")  # types of weights, as safetensors names them
 Stored = tuple[str, Any]
 """Name of a weight in an open file, and that file; ``file.get_slice(name)`` reads it."""
 
@@ -69,14 +68,16 @@ def stored_parameters(model: PreTrainedModel, opened: Mapping[str, Any]) -> dict
     return found | {name: (name, making) for name, making in made.items()}
 
 
-def lacking(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def lacking(
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], unused: tuple[str, ...] = ()
+) -> list[str]:
     """Return a clause for each parameter of a model, which may be without memory, and for each
     buffer that is saved with these, that files with tensors of these ``shapes``, by name, lack or
-    have in another shape.
+    have in another shape. Those whose names begin with one of ``unused`` may be lacking.
     """
-    headers = _Headers(shapes)
-    stored = stored_parameters(model, joined(dict.fromkeys(shapes, headers)))
+    stored = described_parameters(model, shapes)
     ignored = [re.compile(rule) for rule in model._keys_to_ignore_on_load_missing or ()]
+    ignored += [re.compile(f"^{re.escape(start)}") for start in unused]
     clauses = []
     names_by_first = tied_names(model)
     tied = {name for names in names_by_first.values() for name in names}
@@ -97,6 +98,15 @@ def lacking(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> li
             if shape != expected:
                 clauses.append(f"{in_file} has shape {shape} where {expected} was expected")
     return clauses
+
+
+def described_parameters(
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Stored]:
+    """Return where each parameter, or buffer, is stored, as ``stored_parameters`` does, given the
+    ``shapes`` of tensors in files by name: what is read of them has shapes alone.
+    """
+    return stored_parameters(model, joined(dict.fromkeys(shapes, _Headers(shapes))))
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
@@ -166,13 +176,10 @@ def unfit(model: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> list[s
     buffers = {name for name, _ in model.named_buffers()}
     clauses = []
     for name, renamed, is_known in _as_parameters(model, tensors):
-        dtype = tensors[name].dtype
+        fault = tensors[name].type_fault
         own = state.get(renamed, state.get(name))
-        if is_known and dtype not in _FLOATING and (own is None or own.is_floating_point()):
-            clauses.append(
-                f"{name} is {dtype} where one of {', '.join(_FLOATING)} was expected, and there is "
-                "no quantization_config"
-            )
+        if is_known and fault and (own is None or own.is_floating_point()):
+            clauses.append(f"{name} {fault}, and there is no quantization_config")
         in_layer = renamed.rpartition(".")[0] in with_parameters
         if is_known or not in_layer or renamed in buffers:
             continue

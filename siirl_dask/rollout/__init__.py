@@ -14,7 +14,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.images import load_processor
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import local_model
-from siirl_dask.models.shapes import read_widths
+from siirl_dask.models.planned_models import model_here
 from siirl_dask.planner import builds
 from siirl_dask.rollout.continued_rows import ContinuedRow
 from siirl_dask.rollout.engine import (
@@ -36,8 +36,9 @@ from siirl_dask.rollout.engine import (
     WeightStream,
     processor_of,
 )
-from siirl_dask.rollout.preflight import check_engine, engine_groups
+from siirl_dask.rollout.preflight import check_engine, check_stop_tokens, engine_groups
 from siirl_dask.rollout.specs import (
+    ENGINES,
     Abilities,
     EngineFacts,
     EngineInputs,
@@ -151,8 +152,11 @@ def examine_servers(config: Config) -> Sequence[ExaminedServer]:
 def _build(spec: EngineSpec, inputs: EngineInputs) -> RolloutEngine:
     hide()
     rollout = inputs.rollout
-    model = local_model(inputs.model, inputs.device)
-    _check_stop_tokens(model, rollout)
+    if spec.name in ENGINES:
+        model = model_here(inputs.model, inputs.device)
+    else:
+        model = local_model(inputs.model, inputs.device)
+    check_stop_tokens(model, rollout)
     processor = load_processor(model.path, inputs.images)
     spec.installation.check()
     if rollout.tensor_parallel_size > 1 and not spec.abilities.tensor_parallel:
@@ -164,17 +168,3 @@ def _build(spec: EngineSpec, inputs: EngineInputs) -> RolloutEngine:
     from siirl_dask.rollout.process_engine.engine import ProcessEngine
 
     return ProcessEngine(spec, inputs)
-
-
-def _check_stop_tokens(model: ModelConfig, rollout: RolloutConfig) -> None:
-    """Raise ConfigError for a token of ``stop_token_ids`` that the model does not have."""
-    if not rollout.stop_token_ids:
-        return
-    widths = read_widths(model.path)
-    if widths is None or (vocabulary := widths.vocabulary) is None:
-        return  # the engine says what is wrong with the folder
-    if unknown := [token for token in rollout.stop_token_ids if token >= vocabulary]:
-        raise ConfigError(
-            f"rollout.stop_token_ids={rollout.stop_token_ids}: the model in {model.path!r} has "
-            f"{vocabulary} tokens and no {unknown[0]}"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
@@ -39,9 +40,12 @@ def read_generation_config(path: str) -> GenerationConfig | None:
     return GenerationConfig(eos_token_id=ends)
 
 
-def end_tokens(config: GenerationConfig | None, own: int | None, path: str) -> frozenset[int]:
+def end_tokens(
+    config: GenerationConfig | None, own: int | None, path: str, vocabulary: int | None
+) -> frozenset[int]:
     """Return the end tokens of the model's generation config, and its tokenizer's ``own``.
-    ConfigError for what are no ids.
+    ConfigError for what are no ids, and for a token that is none of the ``vocabulary`` of the
+    model's embedding: it can never be sampled, and no row be padded with it. None: not known.
     """
     configured = config.eos_token_id if config is not None else None
     ends = [configured] if isinstance(configured, int) else list(configured or [])
@@ -51,6 +55,21 @@ def end_tokens(config: GenerationConfig | None, own: int | None, path: str) -> f
             f"eos_token_id={configured!r}: "
             "expected ids of tokens"
         )
+    _check_embedded(ends, vocabulary, f"model.path={path!r}: its generation config")
     if own is not None:
+        _check_embedded([own], vocabulary, f"model.path={path!r}: its tokenizer")
         ends.append(own)
     return frozenset(ends)
+
+
+def _check_embedded(ends: Sequence[int], vocabulary: int | None, subject: str) -> None:
+    if vocabulary is None:
+        return
+    for end in ends:
+        if not 0 <= end < vocabulary:
+            raise ConfigError(
+                f"{subject} ends responses with token {end}, and the model's embedding has "
+                f"{vocabulary} tokens (vocab_size): expected eos_token_id of these; correct it in "
+                "generation_config.json (without one, in config.json) or in the tokenizer's files, "
+                "or add the token to the model (resize_token_embeddings of transformers)"
+            )

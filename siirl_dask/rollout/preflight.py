@@ -8,14 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from siirl_dask.config import Config, ImagesConfig, RolloutConfig, check_adapters, parse_bytes
+from siirl_dask.config import (
+    Config,
+    ImagesConfig,
+    ModelConfig,
+    RolloutConfig,
+    check_adapters,
+    parse_bytes,
+)
 from siirl_dask.errors import ConfigError, PlanError, counted
 from siirl_dask.images.families import FAMILIES, family_of
 from siirl_dask.models.architecture import read_architecture, read_config
 from siirl_dask.models.longest_row import check_longest_row
 from siirl_dask.models.planned_models import check_model
 from siirl_dask.models.routing import read_routing
-from siirl_dask.models.shapes import ModelSize, count_parameters
+from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
 from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.rollout.memory import EngineOnWorkers
 from siirl_dask.rollout.specs import ENGINES, EngineRole, EngineSpec, check_passed_over, engine_spec
@@ -47,6 +54,7 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
         read_routing(model.path)
     if spec.name in ENGINES:  # another one may have loaders of its own
         check_model(model.path)
+    check_stop_tokens(model, rollout)
     check_longest_row(model, role.longest)
     check_passed_over(rollout)
     engine_notes = spec.check(role)
@@ -165,6 +173,22 @@ def engine_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
     """Return the number of ranks that an engine is made of, by config key."""
     rollout: RolloutConfig = options["rollout"]
     return {"rollout.tensor_parallel_size": rollout.tensor_parallel_size}
+
+
+def check_stop_tokens(model: ModelConfig, rollout: RolloutConfig) -> None:
+    """Raise ConfigError for a token of ``stop_token_ids`` that the model does not have."""
+    if not rollout.stop_token_ids:
+        return
+    widths = read_widths(model.path)
+    if widths is None or widths.vocabulary is None:
+        return  # the engine says what is wrong with the folder
+    vocabulary = widths.vocabulary
+    unknown = [token for token in rollout.stop_token_ids if token >= vocabulary]
+    if unknown:
+        raise ConfigError(
+            f"rollout.stop_token_ids={rollout.stop_token_ids}: the model in {model.path!r} has "
+            f"{vocabulary} tokens and no {unknown[0]}"
+        )
 
 
 def _check_images(own: ImagesConfig | None, images: ImagesConfig, path: str) -> None:

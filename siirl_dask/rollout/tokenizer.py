@@ -51,7 +51,7 @@ class HuggingFaceTokenizer:
         self._add_special_tokens = add_special_tokens
         self._generation = generation
         self._vocabulary = vocabulary
-        self.end_tokens = end_tokens(generation, tokenizer.eos_token_id, path)
+        self.end_tokens = end_tokens(generation, tokenizer.eos_token_id, path, vocabulary)
         """Tokens that end a response: the generation config's and the tokenizer's."""
         self._left_out: frozenset[int] | None = None
         self._treated_otherwise: frozenset[int] | None = None

@@ -105,9 +105,11 @@ def write_folder(
     ConfigError as for ``export``, and for a full disk.
     """
     # here, because torch and transformers take seconds, for which --help need not wait
+    from siirl_dask.models.shapes import weight_shapes
     from siirl_dask.training.files.checkpoint import read_model
     from siirl_dask.training.files.hugging_face import (
         weight_buffers,
+        weights_of_others,
         with_base,
         with_frozen,
         write_adapters,
@@ -140,16 +142,19 @@ def write_folder(
         return
     family, sees = family_seen(config.model.path, config.images)
     frozen = [] if adapted else frozen_parts(config.trainer, family, sees_images=sees)
-    buffers = weight_buffers(folder_here(config.model.path, weights=False))
-    if adapted or frozen or buffers:
+    in_base = weight_shapes(config.model.path).keys()
+    described = folder_here(config.model.path, weights=False)
+    of_base = [*frozen, *weight_buffers(described), *weights_of_others(described, in_base)]
+    needs_base = any([adapted, *of_base])
+    if needs_base:
         _check_base(run, config, role)
-    base = folder_here(config.model.path, weights=adapted or bool(frozen or buffers))
+    base = folder_here(config.model.path, weights=needs_base)
     if adapted:
         weights = with_base(weights, config.trainer, base)
     elif frozen:
         weights = with_frozen(weights, frozen, base)
     with room_for(folder, _nbytes(weights, kind)):
-        write_hugging_face(folder, weights, base, kind)
+        write_hugging_face(folder, weights, base, kind, in_base=in_base)
     if verify:
         del weights  # with adapters, a whole model beside the checkpoint's
         check_export(folder, trained, base, kind, alpha=config.trainer.lora.alpha)

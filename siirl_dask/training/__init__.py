@@ -9,12 +9,15 @@ from typing import TypeVar
 
 from siirl_dask.config import ImagesConfig, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, Rank
+from siirl_dask.models.architecture import ModelUse
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import local_model
+from siirl_dask.models.planned_models import model_here
 from siirl_dask.models.routing import needed_routing
 from siirl_dask.planner import builds
 from siirl_dask.training.layouts import check_replay
 from siirl_dask.training.preflight import (
+    ENCODED_TOKENS,
     check_critic,
     check_encoder,
     check_reference,
@@ -23,6 +26,7 @@ from siirl_dask.training.preflight import (
     trainer_groups,
 )
 from siirl_dask.training.specs import (
+    TRAINERS,
     Division,
     RoleRequest,
     TrainerMemory,
@@ -107,7 +111,7 @@ def build_trainer(
     this one's. With ``rollout.router_replay`` it goes by the engine's routes.
     """
     check_replay(trainer, rollout)
-    model = local_model(model, device)
+    model = _model_here(model, device, trainer)
     request = RoleRequest(
         device=device,
         rank=rank,
@@ -138,7 +142,7 @@ def build_reference(
     request = RoleRequest(
         device=device,
         rank=rank,
-        model=local_model(model, device),
+        model=_model_here(model, device, trainer),
         trainer=trainer,
         temperature=rollout.temperature,
         images=images,
@@ -158,9 +162,18 @@ def build_critic(
     """Build a critic that begins as the model in ``model.path``, one of ``rank.size`` that learn
     together.
     """
-    model = local_model(model, device)
+    model = _model_here(model, device, trainer)
     request = RoleRequest(device=device, rank=rank, model=model, trainer=trainer, images=images)
     return _built(trainer_spec(trainer.backend).build_critic, request, "critic")
+
+
+def _model_here(model: ModelConfig, device: Device, trainer: TrainerConfig) -> ModelConfig:
+    """Return ``model`` with its folder on this host; a backend of the user's own may read others
+    than transformers'.
+    """
+    if trainer.backend in TRAINERS:
+        return model_here(model, device)
+    return local_model(model, device)
 
 
 def _built(build: Callable[[RoleRequest], T] | None, request: RoleRequest, role: str) -> T:
@@ -187,7 +200,7 @@ def build_reward_model(
     hide()
     from siirl_dask.training.reward_model import TorchRewardModel
 
-    model = local_model(model, device)
+    model = model_here(model, device, ModelUse.SCORES)
     with device.stage("the loading of weights"):
         return TorchRewardModel(
             model,
@@ -203,7 +216,7 @@ def build_encoder(
     rank: Rank,
     *,
     model: ModelConfig,
-    max_tokens: int = 512,
+    max_tokens: int = ENCODED_TOKENS,
 ) -> TextEncoder:
     """Build the model in ``model.path`` that encodes texts, of which it reads the first
     ``max_tokens`` tokens.
@@ -214,7 +227,7 @@ def build_encoder(
     hide()
     from siirl_dask.training.encoder import TorchTextEncoder
 
-    model = local_model(model, device)
+    model = model_here(model, device, ModelUse.ENCODES)
     with device.stage("the loading of weights"):
         return TorchTextEncoder(
             model,

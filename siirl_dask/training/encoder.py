@@ -14,8 +14,10 @@ from transformers import AutoModel, AutoTokenizer
 from siirl_dask.config import ModelConfig
 from siirl_dask.context import HoldsNoGroups
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.architecture import read_settings
 from siirl_dask.models.loading import load_pretrained, refused_by_name
 from siirl_dask.models.number_type import torch_dtype
+from siirl_dask.models.weight_files import UNUSED
 
 
 class TorchTextEncoder(HoldsNoGroups):
@@ -33,20 +35,16 @@ class TorchTextEncoder(HoldsNoGroups):
         each text. ConfigError for a folder that cannot be loaded, and for a model that reads fewer
         tokens.
         """
-        subject = f"encoder {config.path!r}"
+        subject = _subject(config)
+        check_settings(config, max_tokens)
         dtype = torch_dtype(config.dtype, torch.device(device))
-        model = load_pretrained(AutoModel, config.path, dtype, subject, unused=("pooler.",))
+        model = load_pretrained(AutoModel, config.path, dtype, subject, unused=UNUSED)
         with refused_by_name(config.path, subject):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 config.path, local_files_only=True, trust_remote_code=False
             )
-        places = getattr(model.config, "max_position_embeddings", None)
-        if places is not None and max_tokens > places:
-            raise ConfigError(
-                f"{subject}: max_tokens={max_tokens}, and it has {places} positions: expected at "
-                "most that"
-            )
         self._model = model.to(torch.device(device)).eval()  # type: ignore[arg-type]
+        self._subject = subject
         self._max_tokens = max_tokens
         self._progress = progress
 
@@ -60,12 +58,47 @@ class TorchTextEncoder(HoldsNoGroups):
         for row, text in enumerate(texts):
             ids = self._tokenizer(text, truncation=True, max_length=self._max_tokens)["input_ids"]
             if ids:
+                self._check_embedded(text, ids)
                 given = torch.tensor([ids], device=self._model.device)
                 hidden: Tensor = self._model(input_ids=given).last_hidden_state
                 embeddings[row] = hidden[0].float().mean(0).cpu()
             self._progress()
         return embeddings
 
+    def _check_embedded(self, text: str, ids: Sequence[int]) -> None:
+        """Raise ConfigError for a token that was added to the tokenizer, and not to the model."""
+        known = self._model.get_input_embeddings().num_embeddings
+        if max(ids) >= known:
+            raise ConfigError(
+                f"{self._subject}: its tokenizer makes token {max(ids)} of {text!r:.60}, and the "
+                f"model's embedding has {known} tokens: expected a tokenizer of the same model"
+            )
+
     def close(self) -> None:
         """Free the weights; encoding is no longer possible."""
         del self._model
+
+
+def check_settings(model: ModelConfig, max_tokens: int) -> None:
+    """Raise ConfigError for an encoder that reads fewer than ``max_tokens`` tokens of a text, and
+    for one with a decoder, which would want a text of its own. Does nothing without a
+    ``config.json`` of a kind that transformers knows.
+    """
+    config = read_settings(model.path)
+    if config is None:
+        return
+    if config.is_encoder_decoder:
+        raise ConfigError(
+            f"{_subject(model)}: {config.model_type} has a decoder beside its encoder; expected a "
+            "model that is one or the other"
+        )
+    places = getattr(config, "max_position_embeddings", None)
+    if places is not None and max_tokens > places:
+        raise ConfigError(
+            f"{_subject(model)}: max_tokens={max_tokens}, and it has {places} positions: expected "
+            "at most that"
+        )
+
+
+def _subject(model: ModelConfig) -> str:
+    return f"encoder {model.path!r}"

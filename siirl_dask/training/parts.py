@@ -1,18 +1,22 @@
-"""Models that see images: which of their parts learn, by the names of parameters, and what is
-refused with images.
+"""Parts of models, by the names of parameters: which of them learn where a model sees images, and
+which Muon steps; and what is refused with images.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
+from math import prod
 
-from siirl_dask.config import ImagesConfig, TrainerConfig, VisionPart
+from siirl_dask.config import ImagesConfig, OptimizerName, TrainerConfig, VisionPart
 from siirl_dask.errors import ConfigError
 from siirl_dask.images.families import FAMILIES, ImageFamily, family_of
 from siirl_dask.models.architecture import read_config
+from siirl_dask.models.shapes import parameter_shapes
 from siirl_dask.training.specs import trainer_spec
 
 _WEIGHT = ".weight"
+_OF_LAYERS = re.compile(r"(?:.+\.)?layers\.\d+\..+")
 # begins the name of a tower's parameter in every model, but not in all models' files
 _INNER = "model."
 
@@ -145,3 +149,50 @@ def check_no_split_images(trainer: TrainerConfig, images: ImagesConfig | None) -
                 "not split over workers; leave it out (trainer.fsdp.offload and "
                 "trainer.gradient_checkpointing save memory)"
             )
+
+
+def count_frozen(path: str, trainer: TrainerConfig, images: ImagesConfig | None) -> int:
+    """Count the parameters of the model in ``path`` that do not learn although there are no
+    adapters.
+    """
+    family, sees = family_seen(path, images)
+    parts = frozen_parts(trainer, family, sees_images=sees)
+    if trainer.lora.rank or not parts:
+        return 0
+    return sum(
+        prod(shape) for name, shape in parameter_shapes(path).items() if stays(name, parts, family)
+    )
+
+
+def count_matrices(path: str, trainer: TrainerConfig, images: ImagesConfig | None) -> int:
+    """Count the parameters of the model in ``path`` that Muon steps."""
+    return sum(map(prod, matrix_shapes(path, trainer, images)))
+
+
+def matrix_shapes(
+    path: str, trainer: TrainerConfig, images: ImagesConfig | None
+) -> list[tuple[int, ...]]:
+    """Return the shapes of the parameters of the model in ``path`` that Muon steps: those of
+    ``Network.matrices``, by their names in files, [rows, columns] or a stack of these. Layers that
+    are not called so count as AdamW's, which takes more memory.
+    """
+    if trainer.optimizer != OptimizerName.muon:
+        return []
+    family, sees = family_seen(path, images)
+    frozen = frozen_parts(trainer, family, sees_images=sees)
+    return [
+        tuple(shape)
+        for name, shape in parameter_shapes(path).items()
+        if _is_matrix(name, shape, in_tower(name, family) is not None)
+        and not stays(name, frozen, family)
+    ]
+
+
+def _is_matrix(name: str, shape: Sequence[int], of_tower: bool) -> bool:
+    if not of_tower and _OF_LAYERS.fullmatch(name) is None:
+        return False
+    if len(shape) == 2 and not name.endswith(".weight"):
+        return False
+    if len(shape) not in (2, 3):
+        return False
+    return min(shape[-2:]) > 1

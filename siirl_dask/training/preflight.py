@@ -14,14 +14,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from math import prod
 from typing import Any
 
 from siirl_dask.config import (
     Config,
     ImagesConfig,
     ModelConfig,
-    OptimizerName,
     RolloutConfig,
     TrainerConfig,
     check_adapters,
@@ -29,10 +27,15 @@ from siirl_dask.config import (
 from siirl_dask.errors import ConfigError
 from siirl_dask.images.families import FAMILIES
 from siirl_dask.models.adapter_folder import check_adapter_folder
-from siirl_dask.models.architecture import read_architecture, read_config, read_tower
+from siirl_dask.models.architecture import (
+    ModelUse,
+    read_architecture,
+    read_config,
+    read_tower,
+)
 from siirl_dask.models.longest_row import check_frequencies_are_pinned, check_longest_row
 from siirl_dask.models.packed_weights import check_not_packed
-from siirl_dask.models.planned_models import rows_note
+from siirl_dask.models.planned_models import check_model, rows_note
 from siirl_dask.models.remote import is_remote
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes
@@ -42,14 +45,16 @@ from siirl_dask.training.memory import FROZEN, ModelOnWorkers, passing_bytes
 from siirl_dask.training.parts import (
     check_no_split_images,
     check_parts,
+    count_frozen,
+    count_matrices,
     family_seen,
-    frozen_parts,
     in_tower,
-    stays,
 )
 from siirl_dask.training.remedies import with_remedies
 from siirl_dask.training.specs import TrainerSpec, division_of, needed, trainer_spec
 
+ENCODED_TOKENS = 512
+"""Tokens that an encoder reads of a text, unless its role says another number."""
 # Bytes per parameter.
 _LEARNS = 16
 _SCORES = 4
@@ -62,7 +67,6 @@ _EXPERTS = ".experts."
 _ROUTER = ".gate.weight"
 _ADAPTER_A = ".lora_A.weight"  # of models/adapters.py, which imports torch
 _ADAPTER_B = ".lora_B.weight"
-_OF_LAYERS = re.compile(r"(?:.+\.)?layers\.\d+\..+")
 _IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(?:.+\.)?(\w+)\.weight")
 
 
@@ -168,16 +172,33 @@ def trainer_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
 def check_reward_model(
     options: Mapping[str, Any], workers: Sequence[str], config: Config
 ) -> RoleCost:
-    """Check and size a role of ``build_reward_model``, whose batches have rows of the run."""
+    """Check and size a role of ``build_reward_model``, whose batches have rows of the run.
+    ConfigError for files that are not of a classifier with one label, and a token to pad with.
+    """
     model: ModelConfig = options.get("model", config.model)
+    from siirl_dask.training.reward_model import check_settings  # imports torch
+
+    check_settings(model)
+    check_model(model.path, ModelUse.SCORES)
     check_longest_row(model, _longest(config))
     check_frequencies_are_pinned(model)
-    return check_encoder(options, workers, config)
+    return _scoring_cost(model)
 
 
 def check_encoder(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """Size a role of ``build_encoder``, which encodes each text by itself."""
+    """Check and size a role of ``build_encoder``, which encodes each text by itself. ConfigError
+    for files that are not of such a model, and for one that reads fewer tokens.
+    """
     model: ModelConfig = options.get("model", config.model)
+    from siirl_dask.training.encoder import check_settings  # imports torch
+
+    check_settings(model, options.get("max_tokens", ENCODED_TOKENS))
+    check_model(model.path, ModelUse.ENCODES)
+    return _scoring_cost(model)
+
+
+def _scoring_cost(model: ModelConfig) -> RoleCost:
+    """Return the memory of a model that each worker holds whole, and that does not learn."""
     size = count_parameters(model.path)
     if size is None:
         return RoleCost(reads=(model.path,))
@@ -388,53 +409,6 @@ def _check_first_adapters(path: str, trainer: TrainerConfig) -> None:
             expected[f"{layer}{_ADAPTER_A}"] = (trainer.lora.rank, width)
             expected[f"{layer}{_ADAPTER_B}"] = (out, trainer.lora.rank)
     check_adapter_folder(trainer.lora, path, expected)
-
-
-def count_frozen(path: str, trainer: TrainerConfig, images: ImagesConfig | None) -> int:
-    """Count the parameters of the model in ``path`` that do not learn although there are no
-    adapters.
-    """
-    family, sees = family_seen(path, images)
-    parts = frozen_parts(trainer, family, sees_images=sees)
-    if trainer.lora.rank or not parts:
-        return 0
-    return sum(
-        prod(shape) for name, shape in parameter_shapes(path).items() if stays(name, parts, family)
-    )
-
-
-def count_matrices(path: str, trainer: TrainerConfig, images: ImagesConfig | None) -> int:
-    """Count the parameters of the model in ``path`` that Muon steps."""
-    return sum(map(prod, matrix_shapes(path, trainer, images)))
-
-
-def matrix_shapes(
-    path: str, trainer: TrainerConfig, images: ImagesConfig | None
-) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters of the model in ``path`` that Muon steps: those of
-    ``Network.matrices``, by their names in files, [rows, columns] or a stack of these. Layers that
-    are not called so count as AdamW's, which takes more memory.
-    """
-    if trainer.optimizer != OptimizerName.muon:
-        return []
-    family, sees = family_seen(path, images)
-    frozen = frozen_parts(trainer, family, sees_images=sees)
-    return [
-        tuple(shape)
-        for name, shape in parameter_shapes(path).items()
-        if _is_matrix(name, shape, in_tower(name, family) is not None)
-        and not stays(name, frozen, family)
-    ]
-
-
-def _is_matrix(name: str, shape: Sequence[int], of_tower: bool) -> bool:
-    if not of_tower and _OF_LAYERS.fullmatch(name) is None:
-        return False
-    if len(shape) == 2 and not name.endswith(".weight"):
-        return False
-    if len(shape) not in (2, 3):
-        return False
-    return min(shape[-2:]) > 1
 
 
 def _share(total: int, trainer: TrainerConfig, workers: int) -> int:

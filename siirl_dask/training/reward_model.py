@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from siirl_dask.config import ModelConfig
 from siirl_dask.context import HoldsNoGroups
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.architecture import read_settings
 from siirl_dask.models.loading import load_pretrained
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.training.trainer import PackedRows
@@ -92,16 +93,34 @@ def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
         yield batch
 
 
+def _subject(config: ModelConfig) -> str:
+    return f"reward model {config.path!r}"
+
+
 def _load(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    subject = f"reward model {config.path!r}"
+    subject = _subject(config)
+    check_settings(config)
     kind: Any = AutoModelForSequenceClassification
-    model = load_pretrained(kind, config.path, dtype, subject, longest_row=config.longest_row)
-    if model.config.num_labels != 1:
-        raise ConfigError(
-            f"{subject}: it has {model.config.num_labels} labels; expected 1, the score"
-        )
-    if model.config.get_text_config().pad_token_id is None:
+    return load_pretrained(kind, config.path, dtype, subject, longest_row=config.longest_row)
+
+
+def check_settings(model: ModelConfig) -> None:
+    """Raise ConfigError for a classifier of several labels, and for one whose config names no token
+    to pad rows with. Does nothing without a ``config.json`` of a kind that transformers knows.
+    """
+    config = read_settings(model.path)
+    if config is None:
+        return
+    subject = _subject(model)
+    if config.num_labels != 1:
+        raise ConfigError(f"{subject}: it has {config.num_labels} labels; expected 1, the score")
+    text = config.get_text_config()
+    if text.pad_token_id is None:
         raise ConfigError(
             f"{subject}: give its config.json a pad_token_id, so that rows can be batched"
         )
-    return model
+    if not 0 <= text.pad_token_id < text.vocab_size:
+        raise ConfigError(
+            f"{subject}: its config.json has pad_token_id={text.pad_token_id}, and its embedding "
+            f"has {text.vocab_size} tokens: expected one of them, such as the end token"
+        )

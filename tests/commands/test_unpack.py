@@ -179,6 +179,15 @@ def test_packed_weights_are_refused_by_their_method_before_a_run(config, method,
         check_not_packed(str(tmp_path))
 
 
+def test_weights_that_modelopt_has_packed_are_refused_though_config_json_says_nothing(tmp_path):
+    """vLLM goes by that file, and transformers does not look at it."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    packing = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(packing))
+    with pytest.raises(ConfigError, match=r"packed \(config.json or hf_quant_config.json names"):
+        check_not_packed(str(tmp_path))
+
+
 def lack_scales(weights):
     del weights["model.layers.0.mlp.experts.down_proj_scales"]
 

@@ -22,6 +22,7 @@ from siirl_dask.driver.phases import dags
 from siirl_dask.driver.recovery.resume import find_resume_point
 from siirl_dask.driver.starts import find_starts
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.adapter_folder import check_adapter_folder
 from siirl_dask.planner import DAG, Role
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoint_state import CheckpointState
@@ -292,6 +293,18 @@ def test_plan_refuses_adapters_that_are_not_the_policys_by_name(
     said = capsys.readouterr().err
     assert re.search(text, said), said
     assert f"trainer.lora.path='{folder}'" in said
+
+
+def test_adapters_in_8_bits_are_refused_which_would_be_taken_as_they_are(tmp_path):
+    """Their scales are elsewhere, if anywhere."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 16}))
+    layer = "model.layers.0.self_attn.q_proj"
+    halves = {f"base_model.model.{layer}.lora_A.weight": torch.ones(4, 8, dtype=torch.int8)}
+    save_file(halves, tmp_path / "adapter_model.safetensors")
+    lora = LoraConfig(rank=4, alpha=16, path=str(tmp_path))
+    expected = {f"{layer}.lora_A.weight": (4, 8)}
+    with pytest.raises(ConfigError, match=r"q_proj.lora_A.weight is I8 where one of F32"):
+        check_adapter_folder(lora, "base", expected)
 
 
 @pytest.mark.parametrize(

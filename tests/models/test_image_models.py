@@ -12,8 +12,8 @@ from siirl_dask.images.families import FAMILIES
 from siirl_dask.models.architecture import read_architecture, read_tower, shapes_by_config
 from siirl_dask.models.shapes import count_parameters, weight_shapes
 from siirl_dask.tasks.tiny_vlm import tiny_vlm
-from siirl_dask.training.parts import is_of
-from siirl_dask.training.preflight import check_trainer, count_adapters, count_frozen
+from siirl_dask.training.parts import count_frozen, is_of
+from siirl_dask.training.preflight import check_trainer, count_adapters
 from tests.models.configs import QWEN2_5_VL_3B, write_config
 from tests.settings import trainer_config
 

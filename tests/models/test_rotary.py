@@ -122,6 +122,23 @@ def test_rows_longer_than_what_an_indexer_chooses_of_are_refused(part, tmp_path)
         check_longest_row(model, 33)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gpt2", "n_positions": 32},
+        {"model_type": "opt", "max_position_embeddings": 32},
+        {"model_type": "mpt", "max_seq_len": 32},
+    ],
+)
+def test_rows_behind_the_end_of_a_table_of_positions_are_refused(config, tmp_path):
+    """Else the first row that is as long ends the run with an error of a kernel."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ModelConfig(path=str(tmp_path))
+    check_longest_row(model, 32)
+    with pytest.raises(ConfigError, match=r"it has 32 positions .* is 33: expected at most that"):
+        check_longest_row(model, 33)
+
+
 def test_vllm_is_given_the_longest_row_by_which_it_takes_the_trainers_factors(tmp_path):
     longrope = written(tmp_path / "longrope", LONGROPE["phi3 of transformers 5"])
     assert engine_length(ModelConfig(path=longrope, longest_row=48)) == 48

@@ -19,9 +19,11 @@ from siirl_dask.cli import main
 from siirl_dask.config import Backend, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
-from siirl_dask.models import weight_files
+from siirl_dask.models import shapes, weight_files
+from siirl_dask.models.cache import FOLDER
 from siirl_dask.models.loading import load_pretrained, model_class
-from siirl_dask.models.planned_models import check_model
+from siirl_dask.models.planned_models import check_model, model_here
+from siirl_dask.models.remote import find_model
 from siirl_dask.models.shapes import INDEX, weight_shapes
 from siirl_dask.models.weight_files import check_weights, open_tensors
 from siirl_dask.tasks.tiny_model import tiny_model
@@ -250,7 +252,7 @@ def test_adapters_beside_weights_are_refused_which_some_loaders_would_add(folder
 
 def test_a_model_is_checked_again_once_its_files_have_changed(folder, monkeypatch):
     checked = []
-    monkeypatch.setattr(weight_files, "check_weights", checked.append)
+    monkeypatch.setattr(weight_files, "check_weights", lambda path, use: checked.append(path))
     check_model(str(folder))
     check_model(str(folder))
     assert checked == [str(folder)]
@@ -265,6 +267,47 @@ def test_a_model_is_checked_again_once_its_files_have_changed(folder, monkeypatc
 
 def with_head(factor):
     return lambda tensors: {**tensors, HEAD: factor * tensors[EMBEDDING]}
+
+
+def with_other_row(tensors):
+    """One row differs, as of a token that was added later, which samples may miss."""
+    head = tensors[EMBEDDING].clone()
+    head[1] += 1
+    return {**tensors, HEAD: head}
+
+
+def test_a_model_at_a_url_is_checked_where_it_is_and_where_its_files_have_come(
+    folder, tmp_path, monkeypatch
+):
+    """vLLM would take one of two parameters, without a word."""
+    monkeypatch.setenv(FOLDER, str(tmp_path / "cache"))
+
+    def url_of(change):
+        changed_weights(folder, change)
+        url = f"memory://{uuid4().hex}"
+        fs, path = open_fs(url)
+        fs.put(f"{folder}/", f"{path}/", recursive=True)
+        return url
+
+    def model_of(url):
+        return model_here(ModelConfig(path=url), Device("w0", models={url: find_model(url)}))
+
+    said = f"{EMBEDDING} and {HEAD} are one parameter"
+    equal = url_of(with_head(1))
+    check_weights(equal)
+    assert model_of(equal).path.startswith(str(tmp_path))
+    differing = url_of(with_head(2))
+    with pytest.raises(ConfigError, match=rf"model.path='{differing}'.*{said}"):
+        check_weights(differing)
+    monkeypatch.setattr(shapes, "_SAMPLES", 1)
+    monkeypatch.setattr(shapes, "_SAMPLE", 4)
+    barely = url_of(with_other_row)
+    check_weights(barely)
+    with pytest.raises(ConfigError, match=said):
+        model_of(barely)
+    # whoever plans on that host looks at what has come
+    with pytest.raises(ConfigError, match=said):
+        check_weights(barely)
 
 
 @pytest.mark.parametrize("backend", [Backend.torch, Backend.fsdp])

@@ -5,10 +5,10 @@ import sys
 import pytest
 from safetensors.torch import load_file, save_file
 
-from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig
+from siirl_dask.config import Config, Dtype, Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, RunError
-from siirl_dask.rollout import Sampling, build_engine
+from siirl_dask.rollout import Sampling, build_engine, check_engine
 from siirl_dask.tasks.tiny_model import tiny_model
 from tests.settings import rollout_config
 
@@ -96,10 +96,18 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
 def test_a_stop_token_outside_the_vocabulary_is_refused(tmp_path):
     folder = tiny_model(tmp_path / "model")
     build(folder, stop_token_ids=[263])
-    with pytest.raises(
-        ConfigError, match=r"stop_token_ids=\[7, 264\]: the model in .* has 264 tokens and no 264"
-    ):
-        build(folder, stop_token_ids=[7, 264])
+
+    def plan():
+        rollout = rollout_config(engine=Engine.transformers, stop_token_ids=[7, 264])
+        options = {"model": ModelConfig(path=str(folder)), "rollout": rollout}
+        check_engine(options, ["w0"], Config())
+
+    for refused in (plan, lambda: build(folder, stop_token_ids=[7, 264])):
+        with pytest.raises(
+            ConfigError,
+            match=r"stop_token_ids=\[7, 264\]: the model in .* has 264 tokens and no 264",
+        ):
+            refused()
 
 
 def test_a_folder_with_missing_weights_is_refused(tmp_path):

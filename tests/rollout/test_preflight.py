@@ -250,6 +250,30 @@ def test_a_folder_in_which_an_engine_reads_a_pattern_is_refused(tmp_path, engine
             spec.check(role)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "refused"),
+    [
+        ("load_format", "mistral", True),
+        ("load_format", "auto", True),
+        ("load_format", "dummy", True),
+        ("load_format", "safetensors", False),
+        ("config_format", "auto", True),
+        ("config_format", "hf", False),
+    ],
+)
+def test_options_by_which_vllm_reads_other_files_than_the_trainer_are_refused(
+    tmp_path, option, value, refused
+):
+    """Where a folder has files of Mistral's library as well, "auto" takes these."""
+    role, spec = role_of("vllm", tmp_path)
+    role.rollout.vllm.engine_kwargs[option] = value
+    if not refused:
+        spec.check(role)
+        return
+    with pytest.raises(ConfigError, match=f"engine_kwargs.{option}='{value}': vLLM would not read"):
+        spec.check(role)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
 @pytest.mark.parametrize("other", ["model.fp16.safetensors", "consolidated.safetensors"])
 @pytest.mark.parametrize("indexed", [True, False])
@@ -262,7 +286,7 @@ def test_other_weights_that_an_engine_would_load_as_well_are_refused(
         index = {"metadata": {}, "weight_map": {"lm_head.weight": "model.safetensors"}}
         (folder / INDEX).write_text(json.dumps(index))
     role, spec = role_of(engine, folder)
-    if engine == "transformers" or indexed or other == "consolidated.safetensors":
+    if engine == "transformers" or indexed:
         spec.check(role)
     else:
         with pytest.raises(ConfigError, match=f"would load {other} as well as model.safetensors"):

@@ -135,6 +135,8 @@ def test_the_servers_command_has_what_is_needed_and_a_users_options_in_its_place
     assert words.count("--logprobs-mode") == 1
     assert "--host" not in words
     assert "--worker-extension-cls" in words
+    for option in ("--load-format", "--config-format"):
+        assert words[words.index(option) + 1] == "hf", "those of transformers"
 
 
 @given(

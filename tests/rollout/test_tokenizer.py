@@ -242,6 +242,15 @@ def without_tokenizer(folder):
         file.unlink()
 
 
+def with_new_end(folder):
+    """As a tokenizer that got the end token of a chat format, and a model that did not."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    more = VOCABULARY - len(tokenizer)
+    tokenizer.add_tokens([f"<{number}>" for number in range(more)])
+    tokenizer.add_special_tokens({"eos_token": "<|new_end|>"})
+    tokenizer.save_pretrained(folder)
+
+
 def writes(name, text):
     return lambda folder: (folder / name).write_text(text)
 
@@ -254,6 +263,12 @@ def writes(name, text):
         (writes("generation_config.json", "{"), "generation_config.json' is not a valid JSON"),
         (writes("generation_config.json", '{"eos_token_id": "a"}'), "eos_token_id='a'"),
         (writes("generation_config.json", '{"eos_token_id": [1, "a"]}'), r"eos_token_id=\[1, 'a'"),
+        (
+            writes("generation_config.json", f'{{"eos_token_id": [1, {VOCABULARY}]}}'),
+            f"its generation config ends responses with token {VOCABULARY}, and the model's embeddi",
+        ),
+        (writes("generation_config.json", '{"eos_token_id": -1}'), "ends responses with token -1"),
+        (with_new_end, f"its tokenizer ends responses with token {VOCABULARY}, and the model's"),
     ],
 )
 def test_a_tokenizer_or_end_tokens_that_cannot_be_read_are_refused(

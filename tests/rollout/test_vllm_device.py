@@ -4,9 +4,11 @@ records the calls.
 
 from __future__ import annotations
 
+import json
 import warnings
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +16,12 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu and gpu brings it")
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from vllm import LLM
+from vllm.config import LoadConfig
 from vllm.device_allocator import cumem
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -26,6 +30,7 @@ from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.devices.accelerator import VisibleDevices
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.models.routing import Routing
+from siirl_dask.models.shapes import INDEX
 from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling
 from siirl_dask.rollout.vllm_engine import process as vllm_process
 from siirl_dask.rollout.vllm_engine import process_groups
@@ -71,6 +76,21 @@ def test_an_accelerator_allows_sleep_graphs_and_a_share_of_memory(kind):
         settings_on(replace(planned, shared_by=2), kv_cache_memory="1GiB")["kv_cache_memory_bytes"]
         == 2**30
     )
+
+
+def test_vllm_reads_transformers_files_where_those_of_mistrals_library_are_as_well(tmp_path):
+    """They may be of another model, as beside weights that were trained on."""
+    shard = "model-00001-of-00001.safetensors"
+    for name in (shard, "consolidated.safetensors"):
+        save_file({"a": torch.ones(1)}, tmp_path / name)
+    index = {"metadata": {}, "weight_map": {"a": shard}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    (tmp_path / "params.json").write_text("{}")
+    given = settings_on(Device("w"))
+    loader = DefaultModelLoader(LoadConfig(load_format=given["load_format"]))
+    _, files, *_ = loader._prepare_weights(str(tmp_path), None, None, True, None)
+    assert [Path(file).name for file in files] == [shard]
+    assert given["config_format"] == "hf"
 
 
 def test_a_cpu_allows_neither_sleep_nor_graphs():

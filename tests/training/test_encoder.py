@@ -2,18 +2,22 @@
 whatever is beside it.
 """
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, T5Config
 
-from siirl_dask.config import ModelConfig
+from siirl_dask.config import Config, ModelConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.tasks.tiny_model import no_progress_bars
 from siirl_dask.training import build_encoder
+from siirl_dask.training.preflight import check_encoder
 
 WORDS = ["<unk>", "<pad>", "low", "mid", "high", "up", "down"]
 
@@ -71,9 +75,46 @@ def test_a_long_text_is_cut(folder):
     assert torch.equal(encoder.embeddings(["low up high"]), encoder.embeddings(["low up"]))
 
 
-def test_more_tokens_than_the_model_has_places_for_are_refused(folder):
+def plan(folder, max_tokens=32):
+    options = {"model": ModelConfig(path=str(folder)), "max_tokens": max_tokens}
+    return check_encoder(options, ["w"], Config())
+
+
+@pytest.mark.parametrize("refused", [build, plan])
+def test_more_tokens_than_the_model_has_places_for_are_refused(folder, refused):
     with pytest.raises(ConfigError, match="max_tokens=33, and it has 32 positions"):
-        build(folder, max_tokens=33)
+        refused(folder, max_tokens=33)
+    with pytest.raises(ConfigError, match="max_tokens=512, and it has 32 positions"):
+        check_encoder({"model": ModelConfig(path=str(folder))}, ["w"], Config())
+
+
+def test_an_encoder_with_a_decoder_is_refused(tmp_path):
+    """T5 would end in the first step, for want of a text for its decoder."""
+    T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="t5 has a decoder beside its encoder"):
+        plan(tmp_path)
+
+
+def test_plan_knows_the_files_of_an_encoder(folder, tmp_path):
+    """It has no pooler, which the mean of hidden states does not want; nor may a layer be lacking."""
+    plan(folder)
+    wrong = shutil.copytree(folder, tmp_path / "wrong")
+    tensors = load_file(wrong / "model.safetensors")
+    del tensors["encoder.layer.1.output.dense.weight"]
+    save_file(tensors, wrong / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"layer\.1\.output\.dense\.weight is not there"):
+        plan(wrong)
+
+
+def test_a_token_that_the_model_has_no_embedding_of_is_named(folder, tmp_path):
+    wrong = shutil.copytree(folder, tmp_path / "wrong")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(wrong)
+    tokenizer.add_tokens(["added"])
+    tokenizer.save_pretrained(wrong)
+    with pytest.raises(
+        ConfigError, match=f"makes token {len(WORDS)} of 'low added', and the model"
+    ):
+        build(wrong).embeddings(["low added"])
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):

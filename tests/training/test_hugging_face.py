@@ -2,20 +2,25 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from siirl_storage import open_fs
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from siirl_dask.config import Dtype, LoraConfig, TrainerConfig
+from siirl_dask.config import Config, Dtype, LoraConfig, ModelConfig, TrainerConfig
 from siirl_dask.errors import ConfigError
 from siirl_dask.models import adapter_folder
+from siirl_dask.models.cache import FOLDER
 from siirl_dask.rollout.weight_loading import WeightLoader
+from siirl_dask.runs.export import write_folder
 from siirl_dask.tasks.tiny_model import tiny_model, tiny_tokenizer
 from siirl_dask.tasks.vocabulary import VOCABULARY
-from siirl_dask.training.files import hugging_face
+from siirl_dask.training.files import checkpoint, hugging_face
 from siirl_dask.training.files.hugging_face import weight_buffers, write_hugging_face
 from siirl_dask.training.files.verify import check_export
 
@@ -180,6 +185,28 @@ def test_the_text_of_an_image_text_model_is_exported_under_the_bases_names_with_
             if ".visual." not in name:
                 parameter.mul_(1.5)
         assert torch.equal(exported(TOKENS).logits, whole(TOKENS).logits)
+
+
+def test_the_tower_of_a_base_at_a_url_is_fetched_though_its_config_alone_was_needed(
+    tmp_path, monkeypatch
+):
+    """Without it config.json would be of another model than the weights, and their names too."""
+    base, out = tmp_path / "base", tmp_path / "out"
+    image_text_model(base)
+    learned = dict(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).named_parameters()
+    )
+    url = f"memory://{uuid4().hex}"
+    fs, path = open_fs(url)
+    fs.put(f"{base}/", f"{path}/", recursive=True)
+    monkeypatch.setenv(FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setattr(checkpoint, "read_model", lambda role_url, ema: learned)
+    found = SimpleNamespace(step=1, url="", state=lambda: SimpleNamespace(roles=["policy"]))
+    out.mkdir()
+    write_folder(
+        out, str(tmp_path), Config(model=ModelConfig(path=url)), found, role="policy", verify=True
+    )
+    assert names_in(out) == names_in(base)
 
 
 def llama4(folder):

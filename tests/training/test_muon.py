@@ -37,7 +37,7 @@ from siirl_dask.training.model.heads import PolicyNetwork
 from siirl_dask.training.optimizer import Optimizer, learning_rate
 from siirl_dask.training.parallel.dtensor import full_tensor
 from siirl_dask.training.parallel.mesh import role_mesh
-from siirl_dask.training.preflight import count_matrices
+from siirl_dask.training.parts import count_matrices
 from siirl_dask.training.remedies import with_remedies
 from tests.conftest import digits_overrides
 from tests.settings import trainer_config

@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import (
     AutoModelForSequenceClassification,
@@ -12,7 +13,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from siirl_dask.config import Dtype, ModelConfig
+from siirl_dask.config import Config, Dtype, ModelConfig
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import ConfigError, RewardError
 from siirl_dask.nodes import score_with_model
@@ -21,6 +22,7 @@ from siirl_dask.tasks.tiny_model import no_progress_bars
 from siirl_dask.tasks.vocabulary import VOCABULARY
 from siirl_dask.testing.rows import LENGTHS, random_rows
 from siirl_dask.training import PackedRows, build_reward_model
+from siirl_dask.training.preflight import check_reward_model
 from siirl_dask.training.reward_model import _batches
 
 PAD = 256
@@ -44,6 +46,10 @@ def folder(tmp_path_factory):
 
 def build(folder, **options):
     return build_reward_model(Device("w"), Rank(), model=ModelConfig(path=str(folder)), **options)
+
+
+def plan(folder):
+    return check_reward_model({"model": ModelConfig(path=str(folder))}, ["w"], Config())
 
 
 def alone(folder, rows):
@@ -95,11 +101,59 @@ def test_dtype_bfloat16_computes_in_bfloat16(folder):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"num_labels": 2}, "it has 2 labels; expected 1"), ({"pad_token_id": None}, "pad_token_id")],
+    [
+        ({"num_labels": 2}, "it has 2 labels; expected 1"),
+        ({"pad_token_id": None}, "a pad_token_id"),
+        ({"pad_token_id": VOCABULARY}, f"pad_token_id={VOCABULARY}, and its embedding has"),
+        ({"pad_token_id": -1}, "pad_token_id=-1, and its embedding has"),
+    ],
 )
 def test_a_model_without_one_label_or_padding_is_refused(tmp_path, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        build(write_model(tmp_path / "model", **settings))
+    folder = write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    labels = settings.pop("num_labels", 1)
+    config["id2label"] = {str(label): f"LABEL_{label}" for label in range(labels)}
+    config["label2id"] = {}
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    for refused in (build, plan):
+        with pytest.raises(ConfigError, match=message):
+            refused(folder)
+
+
+def changed(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(tensors), folder / "model.safetensors", {"format": "pt"})
+
+
+def without_score(tensors):
+    """As of the policy's folder, given for the reward model's."""
+    return {name: tensor for name, tensor in tensors.items() if "score" not in name}
+
+
+def with_bias(tensors):
+    """As of a family whose config.json was made another's."""
+    return tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}
+
+
+def in_8_bits(tensors):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    return tensors | {name: tensors[name].mul(100).to(torch.int8)}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_score, r"score.weight is not there"),
+        (with_bias, r"q_proj.bias is there, and the layer of that name has none"),
+        (in_8_bits, r"q_proj.weight is I8 where one of F32"),
+    ],
+)
+def test_plan_refuses_weights_that_are_not_the_reward_models(tmp_path, change, said):
+    folder = write_model(tmp_path / "model")
+    plan(folder)
+    changed(folder, change)
+    with pytest.raises(ConfigError, match=said):
+        plan(folder)
 
 
 def test_a_folder_without_a_reward_model_is_refused(tmp_path):
@@ -109,6 +163,8 @@ def test_a_folder_without_a_reward_model_is_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
     with pytest.raises(ConfigError, match="its weights lack"):
         build(folder)
+    with pytest.raises(ConfigError, match=r"q_proj.bias is not there"):
+        plan(folder)
     with pytest.raises(ConfigError, match="no such folder"):
         build(tmp_path / "none")
 

@@ -22,6 +22,8 @@ DEFAULTS = {
     "--logprobs-mode": "processed_logits",
     "--worker-extension-cls": EXTENSION,
     "--generation-config": "vllm",
+    "--load-format": "hf",  # not those of Mistral's library, where a folder has both
+    "--config-format": "hf",
 }
 SWITCHES = ("--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log")
 ENVIRONMENT = {

@@ -73,6 +73,8 @@ def _check_no_images(images: ImagesConfig | None) -> None:
 
 def _build(inputs: EngineInputs) -> RolloutEngine:
     _check_no_images(inputs.images)
+    # the folder that the files of a URL have come to, where other tools put some as well
+    check_no_other_weights(inputs.model.path, "SGLang")
     # imports torch and transformers
     from siirl_dask.rollout.sglang_engine.engine import SglangEngine
 

@@ -111,6 +111,9 @@ def llm_arguments(
     defaults: dict[str, Any] = {
         "max_model_len": _LONGEST_THAT_FITS if longest is None else longest,
         "skip_mm_profiling": on_cpu,
+        # by default it prefers files of Mistral's library (consolidated*, params.json)
+        "load_format": "hf",
+        "config_format": "hf",
     }
     if not on_cpu and not ranks.see_all_devices:
         # vLLM's own kernel asks CUDA about the devices of all ranks in each rank's process

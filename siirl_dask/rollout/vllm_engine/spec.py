@@ -41,6 +41,12 @@ from siirl_dask.rollout.vllm_engine.other_logprobs import (
 from siirl_dask.rollout.vllm_engine.row_parameters import check_samplings
 
 _VOCABULARY_MULTIPLE = 64  # vLLM pads a vocabulary to a multiple of this
+_SAME_FILES = {
+    "load_format": ("hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"),
+    "config_format": ("hf",),
+}
+"""Values of vLLM's options by which it reads the files that trainers read. By its default,
+``auto``, it prefers those of Mistral's library, which may be of another model."""
 _FORGETS = 2  # ``rollout.vllm.sleep_level``
 
 
@@ -52,6 +58,7 @@ def _check(role: EngineRole) -> Sequence[str]:
     rollout = role.rollout
     check_no_pattern(role.model.path, "vLLM")
     check_no_other_weights(role.model.path, "vLLM")
+    _check_formats(rollout)
     length = rollout.vllm.engine_kwargs.get("max_model_len")
     if isinstance(length, int) and length > 0:
         check_engine_length(role.model, length)
@@ -61,6 +68,17 @@ def _check(role: EngineRole) -> Sequence[str]:
     if rollout.tensor_parallel_size > 1:
         _check_divides(rollout.tensor_parallel_size, role.model)
     return ()
+
+
+def _check_formats(rollout: RolloutConfig) -> None:
+    """Raise ConfigError for options by which vLLM would read other files than trainers do."""
+    for name, values in _SAME_FILES.items():
+        chosen = rollout.vllm.engine_kwargs.get(name, values[0])
+        if chosen not in values:
+            raise ConfigError(
+                f"rollout.vllm.engine_kwargs.{name}={chosen!r}: vLLM would not read the files that "
+                f"the trainer reads; expected {' or '.join(values)}, or leave it out"
+            )
 
 
 def _check_divides(size: int, model: ModelConfig) -> None:
@@ -92,6 +110,8 @@ def _check_divides(size: int, model: ModelConfig) -> None:
 
 
 def _build(inputs: EngineInputs) -> RolloutEngine:
+    # the folder that the files of a URL have come to, where other tools put some as well
+    check_no_other_weights(inputs.model.path, "vLLM")
     try:
         # imports torch, transformers and vLLM
         from siirl_dask.rollout.vllm_engine.engine import VllmEngine

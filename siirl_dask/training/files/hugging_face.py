@@ -9,7 +9,7 @@ model. In ``config.json`` the type of the numbers is changed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from shutil import copyfile, copytree
 from typing import Any
@@ -37,6 +37,7 @@ from siirl_dask.models.loading import (
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.packed_weights import PACKING_KEYS, read_packing
 from siirl_dask.models.remote import HUB, hub_name, is_of_weights
+from siirl_dask.models.shapes import weight_shapes
 from siirl_dask.models.weight_files import open_tensors
 from siirl_dask.models.weight_names import (
     FileNames,
@@ -60,12 +61,16 @@ def write_hugging_face(
     weights: Mapping[str, Tensor],
     base: str,
     dtype: Dtype,
+    *,
+    in_base: Collection[str] | None = None,
 ) -> None:
     """Write ``weights`` (by name, tied ones once) to ``folder``, with all files of ``base`` that
     hold none.
 
     ``base`` is the folder that the weights were trained from; buffers that are saved with weights
-    (``weight_buffers``) are taken from it. ConfigError when the two are not of one model.
+    (``weight_buffers``) and tensors of other parts (``weights_of_others``) are taken from it.
+    ``in_base`` are the names of its tensors, where its files of weights may not have come; None:
+    they are there. ConfigError when the two are not of one model.
     """
     subject = _subject(base)
     with refused_by_name(base, subject):
@@ -80,12 +85,14 @@ def write_hugging_face(
     for file in folder.iterdir():
         if not is_of_weights(file.name):
             file.unlink()
-    _name_as_in(base, folder, model)
+    if in_base is None:
+        in_base = weight_shapes(base).keys()
+    _name_as_in(base, folder, model, in_base)
     copy_others(Path(base), folder, str(model.dtype).removeprefix("torch."))
 
 
-def _name_as_in(base: str, folder: Path, model: PreTrainedModel) -> None:
-    """Give the weights in ``folder`` the names that they have in ``base``, and add those of
+def _name_as_in(base: str, folder: Path, model: PreTrainedModel, in_base: Collection[str]) -> None:
+    """Give the weights in ``folder`` the names that they have ``in_base``, and add those of
     ``base`` that the model has not, where the two differ: the text of an image-text model is
     another model to transformers.
 
@@ -93,17 +100,18 @@ def _name_as_in(base: str, folder: Path, model: PreTrainedModel) -> None:
     is added.
     """
     written = open_tensors(str(folder))
-    there = open_tensors(base)
-    if not there or written.keys() == there.keys():
+    if not in_base or written.keys() == set(in_base):
         return
     parameters = (
         (name, read_stored(stored)) for name, stored in stored_parameters(model, written).items()
     )
     state: dict[str, Tensor] = {}
-    for name, tensor in FileNames(model, there).of(parameters):
+    for name, tensor in FileNames(model, in_base).of(parameters):
         state[name] = tensor.clone()  # an expert is a part of another tensor's memory
-    if read_packing(base) is None:
-        for name in unknown_names(model, there):
+    others = _others(base, model, in_base)
+    if others:
+        there = open_tensors(base)
+        for name in others:
             tensor = there[name].get_tensor(name)
             state[name] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
     if state.keys() == written.keys():
@@ -112,6 +120,22 @@ def _name_as_in(base: str, folder: Path, model: PreTrainedModel) -> None:
     for file in folder.iterdir():
         file.unlink()
     save_torch_state_dict(state, folder, max_shard_size=_SHARD)
+
+
+def weights_of_others(base: str, in_base: Collection[str]) -> list[str]:
+    """Return those of the names ``in_base``, of tensors of the model in ``base``, whose files may
+    not have come, that the trained model has not, as of a tower: an export takes them from there.
+    """
+    if not in_base:
+        return []
+    with refused_by_name(base, _subject(base)):
+        return _others(base, _empty_model(base, torch.float32), in_base)
+
+
+def _others(base: str, model: PreTrainedModel, in_base: Collection[str]) -> list[str]:
+    if read_packing(base) is not None:
+        return []
+    return unknown_names(model, in_base)
 
 
 def copy_others(base: Path, folder: Path, dtype: str) -> None:
