@@ -9,7 +9,7 @@ import pytest
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import assumed_columns, dags
 from siirl_dask.planner import Node, compile_chains
-from siirl_dask.planner.chain import always_reloaded, reloaded_after
+from siirl_dask.planner.reloads import always_reloaded, reloaded_after
 from siirl_dask.recipes import common
 from tests.planner.random_dags import same_rows
 
