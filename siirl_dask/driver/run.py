@@ -64,7 +64,7 @@ def run(
     ``config`` is anything that ``load`` takes: a ``Config``, a DictConfig as Hydra composes one, a
     dict, a dataclass, a path. ``dag`` may be a recipe, which makes it of the configuration; None
     takes the one that ``config`` spells. With ``validation.url`` and no ``validation``, the default
-    validation of ``dag`` runs: see recipes/common.py.
+    validation of ``dag`` runs: see recipes/validation.py.
 
     ``client`` is a Dask client of the cluster to train on, in place of ``cluster.address``. ``data``
     is a Dask collection: a dask.dataframe, a bag of dicts, or a list of delayed values or futures

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Codec, Context, Device, Reduce, behind
 from siirl_dask.images import Image, images_of
 from siirl_dask.nodes.prompts import token_limits
@@ -66,6 +67,27 @@ EARLY_COLUMNS = (
 )
 """The columns that the next node may get row by row, as soon as a response has ended, while
 others are sampled."""
+
+
+def rollout_sampling(rollout: RolloutConfig) -> Sampling:
+    """Return the sampling parameters of a rollout."""
+    return Sampling(
+        max_tokens=rollout.max_response_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop_token_ids=tuple(rollout.stop_token_ids),
+    )
+
+
+def greedy_sampling(rollout: RolloutConfig) -> Sampling:
+    """Return the sampling parameters of a greedy response."""
+    return Sampling(
+        max_tokens=rollout.max_response_length,
+        temperature=0.0,
+        stop_token_ids=tuple(rollout.stop_token_ids),
+    )
 
 
 def make_requests(

@@ -5,4 +5,4 @@ Pass your own reward, advantage or loss as an argument; change the rest with ``D
 functions.
 """
 
-__all__ = ["agents", "common", "dapo", "grpo", "ppo", "turns"]
+__all__ = ["agents", "common", "dapo", "grpo", "ppo", "turns", "validation"]
