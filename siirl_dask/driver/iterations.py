@@ -64,22 +64,6 @@ class PendingIteration:
     logged: dict[str, dict[str, Metric]] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class PendingCheckpoint:
-    """A checkpoint that is being written, and the workers that have written their part."""
-
-    iteration: Iteration
-    url: str
-    saved: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    written: dict[str, dict[str, FileDigest]] = field(default_factory=dict)
-
-    def is_whole(self, workers: Collection[str]) -> bool:
-        """Return whether all workers have written their part, and have said what it is: a part may
-        be written before the task ends that says so.
-        """
-        return all(worker in self.saved and worker in self.written for worker in workers)
-
-
 def iterations(
     config: Config,
     phases: Collection[str],

@@ -9,7 +9,11 @@ import pyarrow as pa
 
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context
-from siirl_dask.nodes.partial_rollout import generate_partial, pack_unfinished, unpack_unfinished
+from siirl_dask.nodes.continued.partial_rollout import (
+    generate_partial,
+    pack_unfinished,
+    unpack_unfinished,
+)
 from siirl_dask.nodes.prompts import MAX_TOKENS
 from siirl_dask.nodes.routes import add_routes, route_columns
 from siirl_dask.nodes.sampling import (

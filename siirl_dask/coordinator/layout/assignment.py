@@ -265,10 +265,3 @@ def pull_share(
             "before the branches part"
         )
     return PullShare.of(edge_rows, index)
-
-
-# The groups of an edge by group that one worker pulls: each group of the rows that it owns, once.
-#
-# The source has a row of each group, the guide decides who owns the rows that read it. All targets
-# compute the same, so they also know together how often each row of the source is taken, and ack it
-# so often in all.
