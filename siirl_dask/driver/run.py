@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from functools import partial
 
 from distributed import Client
 from siirl_storage import absolute, set_retry_seconds
@@ -160,29 +161,18 @@ def _planned(
     Where the run starts from folders that are not written yet, the checks look at the folders that
     these will be made of.
     """
-    workers = worker_names(config)
-    assume_columns = config.data.prepare is not None
-    planned = plan_run(
-        config,
-        dag,
-        validation,
-        workers=workers,
+    plan = partial(
+        plan_run,
+        workers=worker_names(config),
         resume=resume,
-        assume_columns=assume_columns,
+        assume_columns=config.data.prepare is not None,
     )
+    planned = plan(config, dag, validation)
     check_observation(config, planned[Phase.TRAIN][0])
     if starts.are_written:
         return planned, check(config, planned)
     base_config, base_dag, base_validation = starts.with_bases(config, dag, validation)
-    base_phases = plan_run(
-        base_config,
-        base_dag,
-        base_validation,
-        workers=workers,
-        resume=resume,
-        assume_columns=assume_columns,
-    )
-    return planned, check(base_config, base_phases)
+    return planned, check(base_config, plan(base_config, base_dag, base_validation))
 
 
 def _taken(config: Config, progress: Progress) -> Attempt:

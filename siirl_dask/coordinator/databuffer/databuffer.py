@@ -273,16 +273,14 @@ class Databuffer:
             share, row_lengths = await self._shares.of(edge, key, guide, guide_key)
             on_owned()
             if isinstance(share, GroupShare):
-                if edge.rows is not Rows.REPLICATED:
-                    return await pull_groups(
-                        self._puller,
-                        edge,
-                        key,
-                        share,
-                        row_lengths=row_lengths,
-                        already_here=already_here,
-                    )
-                share = share.share
+                return await pull_groups(
+                    self._puller,
+                    edge,
+                    key,
+                    share,
+                    row_lengths=row_lengths,
+                    already_here=already_here,
+                )
             origins = await self._relays.origins(
                 edge, key, share, row_lengths, part=part is not None
             )

@@ -137,9 +137,11 @@ def assign_owners(
     of each worker, where they are on several.
     """
     owners = len(edge.targets)
+    if hosts is None:
+        hosts = {}
     costs = row_costs(rows.tokens, quadratic_from)
-    hosts_of_rows = _hosts_of_rows(edge, rows, hosts) if hosts else None
-    preferred = prefers(edge, hosts or {})
+    hosts_of_rows = _hosts_of_rows(edge, rows, hosts)
+    preferred = prefers(edge, hosts)
     homes = preferred_targets(rows.groups, rows.sources, edge) if preferred else _homes(edge, rows)
     match edge.rows:
         case Rows.GROUPED:
