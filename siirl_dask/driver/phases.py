@@ -29,7 +29,7 @@ from siirl_dask.errors import ConfigError, DataError, PlanError, did_you_mean
 from siirl_dask.images import check_layout
 from siirl_dask.models.shapes import weights_digest
 from siirl_dask.planner import DAG, Hosts, Phase, Plan, bind, compile_chains, dag_from_spec, resolve
-from siirl_dask.recipes.validation import scored_as_training, validation_dag
+from siirl_dask.recipes import scored_as_training, validation_dag
 from siirl_dask.runs.identity_file import DataVersion, DueTable, agent_model_key
 from siirl_dask.schema import (
     IDENTITY,

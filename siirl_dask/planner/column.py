@@ -29,7 +29,9 @@ class Column:
     @property
     def is_blob_of_groups(self) -> bool:
         """Whether it is a blob that all rows of a group share."""
-        return self.of_groups and self.is_blob
+        if not self.of_groups:
+            return False
+        return self.is_blob
 
 
 def columns_read(node: Node, available: Mapping[str, Column]) -> tuple[str, ...]:

@@ -241,9 +241,9 @@ def _demand(
         contract = node.contract
         if node.stored_as:
             for name, column in produced[node.name].items():
-                is_shared = column.is_blob_of_groups and not single[node.name]
-                if node.save_blobs or not is_shared:
-                    wanted[node.name].add(name)
+                if column.is_blob_of_groups and not single[node.name] and not node.save_blobs:
+                    continue
+                wanted[node.name].add(name)
         outputs[node.name] = tuple(
             name for name in produced[node.name] if name in wanted[node.name]
         )

@@ -146,7 +146,7 @@ class Policy(Reference):
                 "no moving averages are kept: set trainer.ema_decay, or trainer.ema_every above 1"
             )
         self._memory.average()
-        with self._learner.averages_in_use():
+        with self._learner.optimizer.averages_in_use():
             scores = self._score(replace(rows, routes=None))
         self._memory.rest_state()
         return scores

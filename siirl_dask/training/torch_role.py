@@ -1,4 +1,4 @@
-"""What a policy, a reference and a critic have in common: weights, state, and the memory of both."""
+"""The common part of policies, references and critics: weights, state, and the memory of both."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class EarlyWork:
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyRows:
+class FinishedRows:
     """A worker's rows that go on while their node makes others, in one iteration."""
 
     runtime: WorkerRuntime
@@ -78,7 +78,7 @@ class EarlyRows:
     node."""
 
     @staticmethod
-    def of_chain(chain: Chain, runtime: WorkerRuntime, iteration: Iteration) -> EarlyRows:
+    def of_chain(chain: Chain, runtime: WorkerRuntime, iteration: Iteration) -> FinishedRows:
         """Prefetch rows that sources hand over early, and find the edges and nodes that take this
         worker's own early rows.
         """
@@ -96,7 +96,7 @@ class EarlyRows:
                     prefetched.append(edge)
         if prefetched:
             runtime.loop.call_soon_threadsafe(databuffer.prefetch, prefetched, iteration)
-        return EarlyRows(runtime, iteration, edges, nodes)
+        return FinishedRows(runtime, iteration, edges, nodes)
 
     def hand_over(self, node: Node) -> Callable[[pa.Table], None] | None:
         """Return the ``Context.hand_over`` of a node; None where no edge and no other node of this

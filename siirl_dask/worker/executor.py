@@ -41,7 +41,7 @@ from siirl_dask.planner import (
 from siirl_dask.tables import filled_by_group, once_per_group, read_stored_rows, step_folder
 from siirl_dask.trace import Lane, record_transfers
 from siirl_dask.worker import weight_stream
-from siirl_dask.worker.early_work import EarlyRows
+from siirl_dask.worker.early_work import FinishedRows
 from siirl_dask.worker.lagged import (
     BackgroundPulls,
     PastIterations,
@@ -122,7 +122,7 @@ class ChainRun:
         runtime = self.calls.runtime
         traffic = runtime.databuffer.traffic
         before = traffic.snapshot()
-        early = EarlyRows.of_chain(chain, runtime, self.calls.iteration)
+        early = FinishedRows.of_chain(chain, runtime, self.calls.iteration)
         self.calls.early = early
         self.calls.reloaded = reloaded_after(chain)
         began = time.monotonic()

@@ -19,7 +19,7 @@ from siirl_dask.errors import NodeError, Origin
 from siirl_dask.planner import NONFINITE, Input, Iteration, LoadPrompts, Node
 from siirl_dask.schema import IDENTITY, ROW_ID
 from siirl_dask.tables import rows_at, step_folder, with_values_of_groups
-from siirl_dask.worker.early_work import EarlyRows
+from siirl_dask.worker.early_work import FinishedRows
 from siirl_dask.worker.monitoring.task_progress import NODE
 from siirl_dask.worker.named_errors import named_errors
 from siirl_dask.worker.node_output import checked
@@ -46,7 +46,7 @@ class NodeCalls:
     """Live tables by the name of a node or of an edge."""
     metrics: dict[str, Metric] = field(default_factory=dict)
     """Metrics logged so far."""
-    early: EarlyRows | None = None
+    early: FinishedRows | None = None
     """Passes finished rows on while their node makes others; None outside of a whole chain."""
     reloaded: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Roles that get new weights after a node, before any other node uses them, by the node."""

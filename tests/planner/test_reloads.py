@@ -10,7 +10,7 @@ from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import assumed_columns, dags
 from siirl_dask.planner import Node, compile_chains
 from siirl_dask.planner.reloads import always_reloaded, reloaded_after
-from siirl_dask.recipes.validation import validation_dag
+from siirl_dask.recipes import validation_dag
 from tests.planner.random_dags import same_rows
 
 LEARNS = frozenset({"policy", "reference", "critic"})

@@ -59,7 +59,13 @@ class RowServer:
         if target is not None:
             try:
                 await self._copy_threads.run(
-                    size, write_rows, published, positions, columns, target, self._attachments
+                    size,
+                    write_rows,
+                    published,
+                    positions,
+                    columns,
+                    target=target,
+                    attachments=self._attachments,
                 )
             except CannotMap as error:
                 return Reply({"cannot map": str(error)})
@@ -87,7 +93,7 @@ class RowServer:
         await self._serving.acquire(size)
         try:
             frames = await self._copy_threads.run(
-                size, row_frames, published, positions, columns, self._arena
+                size, row_frames, published, positions, columns, arena=self._arena
             )
         except BaseException:
             self._serving.release(size)

@@ -1,4 +1,4 @@
-"""What a worker's peers may ask for: which keys they may name, and what is published under each."""
+"""Keys that a worker's peers may name, and what is published under each."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class PendingCheckpoints:
 
     def __init__(self, workers: Collection[str]) -> None:
         self._workers = workers
+        # by the sequence number of their iteration
         self._checkpoints: dict[int, PendingCheckpoint] = {}
-        """By the sequence number of their iteration."""
 
     def __len__(self) -> int:
         return len(self._checkpoints)
