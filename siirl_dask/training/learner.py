@@ -209,9 +209,6 @@ class Learner:
         )
         self._gradients = self.optimizer.gradients
         self._skipped = 0
-        self._max_skipped = _MAX_SKIPPED
-        if config.max_skipped_steps is not None:
-            self._max_skipped = config.max_skipped_steps
 
     def update(
         self,
@@ -245,17 +242,8 @@ class Learner:
             norm = self._norm()
             if not isfinite(norm) or not isfinite(loss):
                 self._skipped += 1
-                examination = self._examine(batch, total, passes, aggregate)
-                found = NonFinite(
-                    minibatch=at,
-                    minibatches=len(batches),
-                    loss=loss,
-                    norm=norm,
-                    in_a_row=self._skipped,
-                    may_skip=self._skipped <= self._max_skipped,
-                    rows=examination.rows,
-                    micro_batches=examination.micro_batches,
-                )
+                seen = (at, len(batches), loss, norm)
+                found = self._examine(batch, total, passes, aggregate, seen)
                 if on_nonfinite is None:
                     raise TrainingError(str(found))
                 on_nonfinite(found)
@@ -349,12 +337,33 @@ class Learner:
         return sqrt(total)
 
     def _examine(
-        self, batch: B, totals: Totals, passes: Passes[B], aggregate: Aggregation
-    ) -> Examination:
-        """Do the passes of a mini-batch again, on all ranks, and find what is not finite in them."""
+        self,
+        batch: B,
+        totals: Totals,
+        passes: Passes[B],
+        aggregate: Aggregation,
+        seen: tuple[int, int, float, float],
+    ) -> NonFinite:
+        """Do the passes of a mini-batch again, on all ranks, and find what is not finite in them.
+
+        ``seen`` are its index, the number of mini-batches, its loss and the norm of its gradient.
+        """
         examination = Examination(batch, self._gradients, sharded=self._shard_ranks is not None)
         self._backward(batch, totals, passes, aggregate, examination.see)
-        return examination
+        limit = self._config.max_skipped_steps
+        if limit is None:
+            limit = _MAX_SKIPPED
+        at, count, loss, norm = seen
+        return NonFinite(
+            minibatch=at,
+            minibatches=count,
+            loss=loss,
+            norm=norm,
+            in_a_row=self._skipped,
+            may_skip=self._skipped <= limit,
+            rows=examination.rows,
+            micro_batches=examination.micro_batches,
+        )
 
 
 def _weights(
