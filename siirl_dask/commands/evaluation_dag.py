@@ -25,7 +25,8 @@ from siirl_dask.nodes import (
 from siirl_dask.nodes.evaluate import eval_table_schema
 from siirl_dask.planner import DAG, Node, Role, Rows, all_options, bind, options_of, resolve
 from siirl_dask.planner.spec.names import function_name
-from siirl_dask.recipes.common import measure_options, play_options, prompt_options
+from siirl_dask.recipes import measure_options
+from siirl_dask.recipes.common import play_options, prompt_options
 from siirl_dask.recipes.turns import environments_role
 from siirl_dask.rewards import build_scorer
 from siirl_dask.rollout import build_engine

@@ -48,7 +48,7 @@ def main(
 
     The script's DAG replaces the configuration's. ``validation`` makes the DAG that runs over the
     validation data in between; None takes the default of the training DAG
-    (``siirl_dask.recipes.common.validation``). Returns the run, as ``open_run`` does; if training
+    (``siirl_dask.recipes.validation_dag``). Returns the run, as ``open_run`` does; if training
     fails or is stopped, the process ends with a message instead.
     """
     parser = argparse.ArgumentParser(epilog=EXIT_CODES)

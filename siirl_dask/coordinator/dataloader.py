@@ -8,19 +8,15 @@ which all loading workers count alike; checkpoints keep it (``position``).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from siirl_storage import Snapshot
 
 from siirl_dask.coordinator.data_order import GlobalOrder, MixedOrder, RowPosition
-from siirl_dask.coordinator.row_reader import RowReader, too_large
+from siirl_dask.coordinator.row_reader import too_large
 from siirl_dask.coordinator.source import (
     Dataset,
     Mixture,
@@ -30,21 +26,15 @@ from siirl_dask.coordinator.source import (
     opened,
     source_schema,
 )
+from siirl_dask.coordinator.table_reader import table_readers
 from siirl_dask.schema import (
-    ANSWER,
-    DATA_PART,
-    DATA_ROW,
     GROUP_ID,
-    IDENTITY,
-    ORIGIN,
-    PROMPT,
     PROMPT_NUMBER,
     ROW_ID,
-    SOURCE_NAME,
     TOKENS,
     TYPES,
 )
-from siirl_dask.tables import Ints, path_steps, split
+from siirl_dask.tables import split
 
 __all__ = ["Dataloader", "Source", "open_source", "source_schema"]
 
@@ -61,7 +51,7 @@ class Dataloader:
         self._batch_size = dataset.batch_size
         self._schema = dataset_schema(dataset)
         self._order = _order(dataset)
-        self._tables = _table_readers(dataset)
+        self._tables = table_readers(dataset)
         self._reader = ThreadPoolExecutor(1, "siirl-dataloader")
         self._ahead: dict[_StepPart, Future[pa.Table]] = {}
         first = 0 if position is None else position
@@ -168,66 +158,6 @@ class _StepPart:
     count: int
 
 
-class _TableReader:
-    """Reads rows of one source under the data plane's names."""
-
-    def __init__(self, source: Source, name: str | None, part: Fraction) -> None:
-        """``name`` is that of a mixture's source; ``part`` is how much of what a worker holds
-        ahead is for it.
-        """
-        snapshot = open_source(source)
-        self.limit = source.read_limit
-        self._name = name
-        self._known = snapshot.schema.names
-        # names that lead to the values of a column; all other columns are the table's own
-        self._paths = {
-            PROMPT: path_steps(source.prompt, self._known),
-            ANSWER: path_steps(source.answer, self._known),
-        }
-        self._rows = RowReader(source.url, snapshot, source.read_limit, int(source.keep * part))
-        self._origins = _origins(snapshot)
-
-    def read(
-        self,
-        rows: Sequence[RowPosition],
-        following: Sequence[Ints],
-        schema: pa.Schema,
-    ) -> dict[str, pa.Array | pa.ChunkedArray]:
-        """Return columns of the rows by name: their place in the table, and those of ``schema``.
-
-        A column that the table does not have is null. ``following`` as for ``RowReader.read``.
-        """
-        origins = [self._origins[row.group] for row in rows]
-        parts = []
-        numbers = []
-        for row, (part, first) in zip(rows, origins, strict=True):
-            parts.append(part)
-            numbers.append(first + row.row)
-        columns: dict[str, pa.Array | pa.ChunkedArray] = {
-            DATA_PART: pa.array(parts, TYPES[DATA_PART]),
-            DATA_ROW: pa.array(numbers, TYPES[DATA_ROW]),
-        }
-        own = (*IDENTITY, *ORIGIN)
-        paths = {name: self._paths.get(name, [name]) for name in schema.names if name not in own}
-        if self._name is not None and SOURCE_NAME in paths:
-            del paths[SOURCE_NAME]
-            columns[SOURCE_NAME] = pa.repeat(pa.scalar(self._name, TYPES[SOURCE_NAME]), len(rows))
-        top_level = {path[0] for path in paths.values()}
-        names = tuple(sorted(top_level.intersection(self._known)))
-        table = None
-        if names:
-            table = self._rows.read(rows, following, names)
-        for name, path in paths.items():
-            first, *rest = path  # into the structs of the table
-            if table is None or first not in names:
-                columns[name] = pa.nulls(len(rows), schema.field(name).type)
-            elif rest:
-                columns[name] = pc.struct_field(table[first], rest)
-            else:
-                columns[name] = table[first]
-        return columns
-
-
 def _order(dataset: Dataset) -> GlobalOrder | MixedOrder:
     """Return the order of a dataset that is open."""
     sizes = []
@@ -238,23 +168,3 @@ def _order(dataset: Dataset) -> GlobalOrder | MixedOrder:
         weights = [share.weight for share in dataset.shares]
         return MixedOrder(sizes, weights, dataset.batch_size, dataset.seed)
     return GlobalOrder(sizes[0], dataset.batch_size or sum(sizes[0]), dataset.seed)
-
-
-def _table_readers(dataset: Dataset) -> list[_TableReader]:
-    if isinstance(dataset, Source):
-        return [_TableReader(dataset, None, Fraction(1))]
-    weight = sum(share.weight for share in dataset.shares)
-    return [
-        _TableReader(share.source, share.name, share.weight / weight) for share in dataset.shares
-    ]
-
-
-def _origins(snapshot: Snapshot) -> list[tuple[int, int]]:
-    """Return, for each row group, the index of its part and the number of its first row there."""
-    index = {part.path: number for number, part in enumerate(snapshot.parts)}
-    before: Counter[str] = Counter()
-    origins = []
-    for group in snapshot.row_groups():
-        origins.append((index[group.part], before[group.part]))
-        before[group.part] += group.rows
-    return origins

@@ -13,7 +13,6 @@ from dataclasses import astuple
 from typing import Any
 
 from distributed import Client, Future
-from siirl_storage import FileDigest
 
 from siirl_dask.config import ClusterConfig
 from siirl_dask.driver.clusters.calls import SLICE, submit
@@ -21,11 +20,11 @@ from siirl_dask.driver.clusters.run_on_cluster import RunOnCluster
 from siirl_dask.driver.failures import FAILURES, failure_of
 from siirl_dask.driver.iterations import (
     CompletedIteration,
-    PendingCheckpoint,
     PendingIteration,
     StagedTable,
     WrittenCheckpoint,
 )
+from siirl_dask.driver.recovery.pending_checkpoints import PendingCheckpoints
 from siirl_dask.driver.recovery.staged_tables import StagedTables
 from siirl_dask.driver.who_waits import (
     describe_positions,
@@ -36,7 +35,6 @@ from siirl_dask.driver.who_waits import (
 from siirl_dask.errors import RunError, SchedulerLost, SiirlError
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
-from siirl_dask.worker.monitoring.task_progress import Reading
 from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.tasks import finish_worker, run_chain, save_worker, start_worker
 
@@ -89,8 +87,7 @@ class Driver:
         self._on_idle = on_idle
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._pending: deque[PendingIteration] = deque()
-        # by the sequence number of their iteration
-        self._checkpoints: dict[int, PendingCheckpoint] = {}
+        self._checkpoints = PendingCheckpoints(spec.members)
         self._tables = StagedTables(spec.members)
         self._last_futures: dict[str, Future[Any]] = {}
         self._turn = 0
@@ -178,7 +175,7 @@ class Driver:
             self._submit_ahead(iterations)
             while (table := self._tables.pop()) is not None:
                 yield table
-            while (checkpoint := self._next_written()) is not None:
+            while (checkpoint := self._checkpoints.pop(self._first_unfinished())) is not None:
                 yield checkpoint
             if not self._pending and not self._checkpoints and self._tables.first_awaited is None:
                 return
@@ -231,25 +228,23 @@ class Driver:
         self.close()
 
     def _submit_ahead(self, iterations: Iterator[Iteration]) -> None:
-        """Submit iterations until one more than ``lookahead`` are pending, or all are."""
+        """Submit iterations to all workers until one more than ``lookahead`` are pending, or all
+        are.
+        """
         while len(self._pending) <= self._lookahead:
             iteration = next(iterations, None)
             if iteration is None:
                 return
-            self._submit_iteration(iteration)
-
-    def _submit_iteration(self, iteration: Iteration) -> None:
-        """Submit an iteration to all workers."""
-        completed = self._pending[0].iteration.sequence if self._pending else iteration.sequence
-        name = str(iteration.phase)
-        arguments = {"iteration": astuple(iteration), "completed": completed}
-        if iteration.phase is Phase.CHECKPOINT:
-            url = self._folder(iteration.step)
-            self._checkpoints[iteration.sequence] = PendingCheckpoint(iteration, url)
-            self._last_futures = self._submit(name, save_worker, **arguments, url=url)
-        else:
-            self._last_futures = self._submit(name, run_chain, **arguments)
-        self._pending.append(PendingIteration(iteration, self._last_futures))
+            first = self._pending[0].iteration if self._pending else iteration
+            name = str(iteration.phase)
+            arguments = {"iteration": astuple(iteration), "completed": first.sequence}
+            if iteration.phase is Phase.CHECKPOINT:
+                url = self._folder(iteration.step)
+                self._checkpoints.begin(iteration, url)
+                self._last_futures = self._submit(name, save_worker, **arguments, url=url)
+            else:
+                self._last_futures = self._submit(name, run_chain, **arguments)
+            self._pending.append(PendingIteration(iteration, self._last_futures))
 
     def _submit(
         self, what: str, function: Callable[..., None], **arguments: Any
@@ -280,24 +275,14 @@ class Driver:
 
         return on_done
 
-    def _next_written(self) -> WrittenCheckpoint | None:
-        """Return a written checkpoint, if there is one and all iterations before it were yielded."""
+    def _first_unfinished(self) -> int | None:
+        """Return the sequence number of the first iteration that is not done, or that has tables
+        to come; None if all are whole.
+        """
         unfinished = [pending.iteration.sequence for pending in self._pending]
         if self._tables.first_awaited is not None:
             unfinished.append(self._tables.first_awaited)
-        first_unfinished = min(unfinished, default=None)
-        for sequence, checkpoint in self._checkpoints.items():
-            if first_unfinished is not None and sequence > first_unfinished:
-                continue
-            if not checkpoint.is_whole(self._spec.members):
-                continue
-            del self._checkpoints[sequence]
-            saved = [checkpoint.saved[worker] for worker in self._spec.members]
-            files: dict[str, FileDigest] = {}
-            for digests in checkpoint.written.values():
-                files.update(digests)
-            return WrittenCheckpoint(checkpoint.iteration, checkpoint.url, saved, files)
-        return None
+        return min(unfinished, default=None)
 
     def _await_all(self, timeout: float, position: str, limit: str) -> None:
         """Return once the last task of every worker is finished; see ``_next_event`` for the
@@ -338,14 +323,11 @@ class Driver:
                 pending[sequence].logged[event["member"]] = unpack(event["metrics"])
                 self._tables.await_tables(sequence, event.get("tables", ()))
                 if "saved" in event:
-                    self._checkpoints[sequence].saved[event["member"]] = event["saved"]
+                    self._checkpoints.add_saved(event)
             case "staged":
                 self._tables.report(event)
             case "written":
-                files = {}
-                for name, (nbytes, digits) in event["files"].items():
-                    files[name] = FileDigest(nbytes, digits)
-                self._checkpoints[event["sequence"]].written[event["member"]] = files
+                self._checkpoints.add_written(event)
             case kind if kind in FAILURES:
                 raise failure_of(event, self._events, self._position())
             case "hung":
@@ -376,21 +358,15 @@ class Driver:
             readings = self._on_cluster.readings()
         except OSError:
             return RunError(f"{message}: and the scheduler does not say where the workers are")
-        stall = RunError(f"{message}: {self._describe_positions(readings)}")
+        busy = {worker: readings[worker] for worker in self._busy_workers()}
+        positions = describe_positions(busy, list(self._checkpoints.unwritten()))
+        stall = RunError(f"{message}: {positions}")
         hanging = []
         for worker, reading in readings.items():
             if reading.place and not reading.waits:
                 hanging.append(worker)
         stall.report = describe_waits(self._client, self._spec, hanging)
         return stall
-
-    def _describe_positions(self, readings: Mapping[str, Reading]) -> str:
-        writing: list[tuple[str, str]] = []
-        for checkpoint in self._checkpoints.values():
-            late = [worker for worker in self._spec.members if worker not in checkpoint.written]
-            writing += [(worker, checkpoint.url) for worker in late]
-        busy = {worker: readings[worker] for worker in self._busy_workers()}
-        return describe_positions(busy, writing)
 
     def _busy_workers(self) -> list[str]:
         """Return the workers that are still in the first pending iteration, or still building

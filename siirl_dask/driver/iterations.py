@@ -4,7 +4,7 @@ completed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -62,22 +62,6 @@ class PendingIteration:
     iteration: Iteration
     futures: dict[str, Future[Any]]
     logged: dict[str, dict[str, Metric]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class PendingCheckpoint:
-    """A checkpoint that is being written, and the workers that have written their part."""
-
-    iteration: Iteration
-    url: str
-    saved: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    written: dict[str, dict[str, FileDigest]] = field(default_factory=dict)
-
-    def is_whole(self, workers: Collection[str]) -> bool:
-        """Return whether all workers have written their part, and have said what it is: a part may
-        be written before the task ends that says so.
-        """
-        return all(worker in self.saved and worker in self.written for worker in workers)
 
 
 def iterations(
@@ -141,31 +125,3 @@ def _is_due(step: int, every: int, is_last: bool) -> bool:
     if is_last:
         return True
     return step % every == 0
-
-
-def until_stopped(
-    iterations: Iterable[Iteration], should_stop: Callable[[], bool], steps: int
-) -> Iterator[Iteration]:
-    """Yield the iterations; once ``should_stop()`` is true, end after a training step, its
-    validation and checkpoint.
-
-    That step drains the pipeline. A stop that is asked for after the last of all ``steps`` cuts
-    nothing off: the final validation, checkpoint and test run as well.
-    """
-    stopping = False
-    step = 0
-    for iteration in iterations:
-        kind = iteration.phase.counts_as
-        if kind is Phase.TRAIN:
-            if stopping:
-                yield Iteration(Phase.CHECKPOINT, step, iteration.sequence)
-                return
-            step = iteration.step
-            if should_stop() and step < steps:
-                stopping = True
-                iteration = replace(iteration, drain=True)
-        elif kind in (Phase.VALIDATION, Phase.CHECKPOINT) and not stopping and 0 < step < steps:
-            stopping = should_stop()
-        yield iteration
-        if stopping and kind is Phase.CHECKPOINT:
-            return

@@ -80,7 +80,12 @@ class _LaunchLoop:
         while True:
             self._check_stop()
             try:
-                self._launch(failure)
+                if isinstance(failure, SchedulerLost):
+                    self._reconnect()
+                previous = self._driver
+                launch = self._prepare(failure, previous)
+                self._driver = launch.driver
+                self._drive(launch, previous)
                 return
             except SiirlError as error:
                 self._check_goes_on(error)
@@ -118,15 +123,6 @@ class _LaunchLoop:
         the user.
         """
         return self._restarts.after(error, self._log.steps)
-
-    def _launch(self, failure: SiirlError | None) -> None:
-        """Launch the run, for the first time or after a ``failure``, and drive it to its end."""
-        if isinstance(failure, SchedulerLost):
-            self._reconnect()
-        previous = self._driver
-        launch = self._prepare(failure, previous)
-        self._driver = launch.driver
-        self._drive(launch, previous)
 
     def _reconnect(self) -> None:
         """Connect to the scheduler that takes the place of one that is lost."""

@@ -29,7 +29,7 @@ from siirl_dask.errors import ConfigError, DataError, PlanError, did_you_mean
 from siirl_dask.images import check_layout
 from siirl_dask.models.shapes import weights_digest
 from siirl_dask.planner import DAG, Hosts, Phase, Plan, bind, compile_chains, dag_from_spec, resolve
-from siirl_dask.recipes import common
+from siirl_dask.recipes import scored_as_training, validation_dag
 from siirl_dask.runs.identity_file import DataVersion, DueTable, agent_model_key
 from siirl_dask.schema import (
     IDENTITY,
@@ -243,11 +243,11 @@ def validation_of(config: Config, dag: DAG, validation: DAG | None) -> DAG | Non
     ConfigError if the training DAG lacks the roles that the default needs.
     """
     if validation is not None:
-        return common.scored_as_training(validation, dag)
+        return scored_as_training(validation, dag)
     if not config.validation.url:
         return None
     try:
-        return common.scored_as_training(common.validation(config, dag), dag)
+        return scored_as_training(validation_dag(config, dag), dag)
     except PlanError as error:
         raise ConfigError(
             f"validation.url is set, and no validation goes with this training DAG: {error}; give "

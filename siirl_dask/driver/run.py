@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from functools import partial
 
 from distributed import Client
 from siirl_storage import absolute, set_retry_seconds
@@ -64,7 +65,7 @@ def run(
     ``config`` is anything that ``load`` takes: a ``Config``, a DictConfig as Hydra composes one, a
     dict, a dataclass, a path. ``dag`` may be a recipe, which makes it of the configuration; None
     takes the one that ``config`` spells. With ``validation.url`` and no ``validation``, the default
-    validation of ``dag`` runs: see recipes/common.py.
+    validation of ``dag`` runs: see recipes/validation.py.
 
     ``client`` is a Dask client of the cluster to train on, in place of ``cluster.address``. ``data``
     is a Dask collection: a dask.dataframe, a bag of dicts, or a list of delayed values or futures
@@ -160,29 +161,18 @@ def _planned(
     Where the run starts from folders that are not written yet, the checks look at the folders that
     these will be made of.
     """
-    workers = worker_names(config)
-    assume_columns = config.data.prepare is not None
-    planned = plan_run(
-        config,
-        dag,
-        validation,
-        workers=workers,
+    plan = partial(
+        plan_run,
+        workers=worker_names(config),
         resume=resume,
-        assume_columns=assume_columns,
+        assume_columns=config.data.prepare is not None,
     )
+    planned = plan(config, dag, validation)
     check_observation(config, planned[Phase.TRAIN][0])
     if starts.are_written:
         return planned, check(config, planned)
     base_config, base_dag, base_validation = starts.with_bases(config, dag, validation)
-    base_phases = plan_run(
-        base_config,
-        base_dag,
-        base_validation,
-        workers=workers,
-        resume=resume,
-        assume_columns=assume_columns,
-    )
-    return planned, check(base_config, base_phases)
+    return planned, check(base_config, plan(base_config, base_dag, base_validation))
 
 
 def _taken(config: Config, progress: Progress) -> Attempt:

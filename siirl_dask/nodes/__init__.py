@@ -7,7 +7,10 @@ from siirl_dask.nodes.advantages.agent_advantage import (
     estimate_agent_advantages,
     estimate_role_advantages,
 )
-from siirl_dask.nodes.advantages.greedy_baselines import take_greedy_baselines
+from siirl_dask.nodes.advantages.greedy_baselines import (
+    generate_with_greedy,
+    take_greedy_baselines,
+)
 from siirl_dask.nodes.advantages.shaping import penalise_kl, penalise_overlong
 from siirl_dask.nodes.advantages.similarity import embed_texts, score_by_similarity
 from siirl_dask.nodes.advantages.token_advantage import estimate_token_advantages
@@ -17,13 +20,14 @@ from siirl_dask.nodes.episodes.agents import append_response, bring_out, hand_ov
 from siirl_dask.nodes.episodes.play import play, play_answers
 from siirl_dask.nodes.episodes.run_agents import run_agents, run_agents_to_validate
 from siirl_dask.nodes.episodes.turn_scores import score_turns
-from siirl_dask.nodes.evaluate import ColumnPath, eval_table, measure_answers
-from siirl_dask.nodes.generate import (
-    generate,
+from siirl_dask.nodes.evaluate import (
+    ColumnPath,
+    eval_table,
     generate_answers,
-    generate_with_greedy,
+    measure_answers,
     validation_sampling,
 )
+from siirl_dask.nodes.generate import generate
 from siirl_dask.nodes.logprobs import (
     average_logprobs,
     base_logprobs,

@@ -1,4 +1,4 @@
-"""Measures the answers of a validation or an evaluation, with several samples a prompt or several
+"""Samples and measures the answers of a validation or an evaluation, with several samples a prompt or several
 sources of prompts.
 
     mean@n      mean reward of all samples
@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from siirl_dask.config import RolloutConfig, ValidationConfig
 from siirl_dask.context import Context
 from siirl_dask.errors import DataError
 from siirl_dask.nodes.advantages.estimators import (
@@ -38,7 +39,11 @@ from siirl_dask.nodes.episodes.sequences import (
     reward_sums,
     sequences_of,
 )
+from siirl_dask.nodes.generate import sample_rows
+from siirl_dask.nodes.prompts import MAX_TOKENS
+from siirl_dask.nodes.sampling import EARLY_COLUMNS, SAMPLED, greedy_sampling
 from siirl_dask.planner import ContractChanges, columns, reads_option
+from siirl_dask.rollout import Sampling
 from siirl_dask.schema import (
     AGENT,
     ANSWER,
@@ -46,6 +51,7 @@ from siirl_dask.schema import (
     FINISH_REASON,
     GROUP_ID,
     IDENTITY,
+    IMAGES,
     PROMPT,
     PROMPT_IDS,
     RESPONSE,
@@ -160,6 +166,38 @@ def _check_options(
     answer = extract("")
     if not isinstance(answer, str | None):
         raise ValueError(f"extract gave {answer!r}: expected a text or None")
+
+
+@columns(
+    reads=[PROMPT_IDS],
+    optional=[MAX_TOKENS],
+    if_written=[IMAGES],
+    writes=SAMPLED,
+    expand="validation.n",
+    groups="kept",
+    early=EARLY_COLUMNS,
+)
+def generate_answers(
+    ctx: Context,
+    table: pa.Table,
+    *,
+    rollout: RolloutConfig,
+    validation: ValidationConfig,
+) -> pa.Table:
+    """Sample ``validation.n`` responses to each prompt as ``validation`` says, numbered as those
+    of ``generate``.
+    """
+    return sample_rows(ctx, table, [validation_sampling(rollout, validation)] * validation.n)
+
+
+def validation_sampling(rollout: RolloutConfig, validation: ValidationConfig) -> Sampling:
+    """Return the sampling parameters of ``generate_answers``; the default temperature is 0 for
+    one sample, else 1.
+    """
+    temperature = validation.temperature
+    if temperature is None:
+        temperature = 0.0 if validation.n == 1 else 1.0
+    return replace(greedy_sampling(rollout), temperature=temperature, top_p=validation.top_p)
 
 
 @columns(

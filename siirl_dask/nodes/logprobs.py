@@ -9,7 +9,8 @@ import pyarrow as pa
 
 from siirl_dask.context import Context
 from siirl_dask.nodes.nonfinite import check_finite
-from siirl_dask.nodes.packed_table import PackedTable, pack_rows, packed_routes
+from siirl_dask.nodes.packed_table import PackedTable, pack_rows
+from siirl_dask.nodes.routes import packed_routes
 from siirl_dask.planner import ContractChanges, columns
 from siirl_dask.schema import (
     COLLISION_PROBS,

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from siirl_dask.context import Codec, Context, Device, Reduce, behind
+from siirl_dask.config import RolloutConfig
+from siirl_dask.context import Context, Device, Reduce, behind
 from siirl_dask.images import Image, images_of
 from siirl_dask.nodes.prompts import token_limits
 from siirl_dask.rollout import (
@@ -29,7 +29,7 @@ from siirl_dask.rollout import (
     processor_of,
 )
 from siirl_dask.rollout.engine import take_passes
-from siirl_dask.rollout.requests import RequestMessage, Sampled, pack_sampled, read_sampled
+from siirl_dask.rollout.requests import Sampled, request_codec
 from siirl_dask.schema import (
     FINISH_REASON,
     GROUP_ID,
@@ -66,6 +66,27 @@ EARLY_COLUMNS = (
 )
 """The columns that the next node may get row by row, as soon as a response has ended, while
 others are sampled."""
+
+
+def rollout_sampling(rollout: RolloutConfig) -> Sampling:
+    """Return the sampling parameters of a rollout."""
+    return Sampling(
+        max_tokens=rollout.max_response_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop_token_ids=tuple(rollout.stop_token_ids),
+    )
+
+
+def greedy_sampling(rollout: RolloutConfig) -> Sampling:
+    """Return the sampling parameters of a greedy response."""
+    return Sampling(
+        max_tokens=rollout.max_response_length,
+        temperature=0.0,
+        stop_token_ids=tuple(rollout.stop_token_ids),
+    )
 
 
 def make_requests(
@@ -149,7 +170,7 @@ def generate_all(
 
     order = sorted(range(len(requests)), key=urgency)
     ordered_requests = [requests[at] for at in order]
-    codec = _codec(version_of_items(ctx))
+    codec = request_codec(version_of_items(ctx))
     on_result = _early_rows(ctx, rows, order)
     if ctx.steal_from_peers is None:
         queue = LocalQueue(ordered_requests, on_result)
@@ -211,20 +232,6 @@ def log_passes(ctx: Context) -> None:
     own = take_passes(ctx.resource)
     if own.passes:
         ctx.log("rollout/tokens_per_pass", own.tokens / own.passes, weight=own.passes)
-
-
-def _codec(version: int) -> Codec[GenerationRequest, Sampled]:
-    """Return the codec of requests and samples for work that peers take over, at this version of
-    the weights.
-    """
-    message = RequestMessage(version)
-    return Codec(
-        pack_item=message.pack,
-        read_item=message.read,
-        pack_result=pack_sampled,
-        read_result=read_sampled,
-        renewed=partial(_codec, version),
-    )
 
 
 def _early_rows(

@@ -18,11 +18,11 @@ from siirl_dask.nodes.nonfinite import nonfinite_handler
 from siirl_dask.nodes.packed_table import (
     advantages_of,
     pack_rows,
-    packed_routes,
     response_mask,
     valid_rows,
     values,
 )
+from siirl_dask.nodes.routes import packed_routes
 from siirl_dask.planner import columns, reads_option
 from siirl_dask.schema import (
     ADVANTAGE,

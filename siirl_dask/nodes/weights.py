@@ -10,28 +10,23 @@ parameters with the adapters merged in, or the adapters alone, for engines that 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
 
-import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from siirl_dask.config import LoraConfig
 from siirl_dask.context import Context, RowStream, behind
 from siirl_dask.errors import PeerError
+from siirl_dask.nodes.weight_rows import BinaryBuilder, Parameter, parameter_rows, tensors_of
 from siirl_dask.planner import WeightSink, WeightSource, columns
 from siirl_dask.rollout import RolloutEngine, TakesAdapters, WeightStream
 from siirl_dask.schema import (
-    GROUP_ID,
     PARAMETER,
     PARAMETER_DATA,
     PARAMETER_DTYPE,
     PARAMETER_SHAPE,
     ROW_ID,
-    TOKENS,
     TYPES,
     fields,
 )
@@ -39,29 +34,7 @@ from siirl_dask.training import Trainer
 
 _WEIGHT_COLUMNS = fields(PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA)
 _INDEX_COLUMNS = [ROW_ID, PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE]
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PARAMETERS = "parameters"  # in the node's state
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    """Name, type and shape of one parameter."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @staticmethod
-    def of(name: str, tensor: Tensor) -> _Parameter:
-        return _Parameter(name, tensor.dtype, tuple(tensor.shape))
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
 
 def weights_in_parts(
@@ -100,25 +73,25 @@ def _weights(ctx: Context, lora: LoraConfig | None) -> Iterable[tuple[str, Tenso
     return trainer.weights()
 
 
-def _parameters(ctx: Context, lora: LoraConfig | None) -> list[_Parameter]:
+def _parameters(ctx: Context, lora: LoraConfig | None) -> list[Parameter]:
     """Return names, types and shapes of the weights, which stay the same through a run."""
     if _PARAMETERS not in ctx.state:
         ctx.state[_PARAMETERS] = [
-            _Parameter.of(name, tensor) for name, tensor in _weights(ctx, lora)
+            Parameter.of(name, tensor) for name, tensor in _weights(ctx, lora)
         ]
-    parameters: list[_Parameter] = ctx.state[_PARAMETERS]
+    parameters: list[Parameter] = ctx.state[_PARAMETERS]
     return parameters
 
 
-def _parameter_index(parameters: Sequence[_Parameter]) -> pa.Table:
+def _parameter_index(parameters: Sequence[Parameter]) -> pa.Table:
     """Return the rows of all parameters, without their bytes."""
     no_data = pa.array([b""] * len(parameters), TYPES[PARAMETER_DATA])
-    return _rows(range(len(parameters)), parameters, no_data)
+    return parameter_rows(range(len(parameters)), parameters, no_data)
 
 
 def _buckets(
     ctx: Context,
-    parameters: Sequence[_Parameter],
+    parameters: Sequence[Parameter],
     max_bytes: int,
     lora: LoraConfig | None,
 ) -> Generator[pa.Table]:
@@ -126,19 +99,19 @@ def _buckets(
     tensors = _checked_weights(ctx, parameters, lora)
     for numbers in _bucket_ranges([parameter.nbytes for parameter in parameters], max_bytes):
         own = [number for number in numbers if number % ctx.rank.size == ctx.rank.rank]
-        data = _BinaryBuilder([parameters[number].nbytes for number in own])
+        data = BinaryBuilder([parameters[number].nbytes for number in own])
         for number in numbers:
             tensor = next(tensors)
             if number in own:
                 data.add(tensor)
             del tensor  # it may be gathered: one at a time
-        yield _rows(own, [parameters[number] for number in own], data.array())
+        yield parameter_rows(own, [parameters[number] for number in own], data.array())
         del data
     next(tensors, None)  # lets _checked_weights raise if there are more
 
 
 def _checked_weights(
-    ctx: Context, parameters: Sequence[_Parameter], lora: LoraConfig | None
+    ctx: Context, parameters: Sequence[Parameter], lora: LoraConfig | None
 ) -> Generator[Tensor]:
     """Yield the trainer's weights. TypeError when names, types or shapes are not those of
     ``parameters``.
@@ -146,7 +119,7 @@ def _checked_weights(
     weights = iter(_weights(ctx, lora))
     for expected in parameters:
         name, tensor = next(weights, ("nothing", torch.empty(0)))
-        parameter = _Parameter.of(name, tensor)
+        parameter = Parameter.of(name, tensor)
         if parameter != expected:
             raise TypeError(
                 f"weights() gave {parameter} where {expected} was before: expected the same"
@@ -195,31 +168,12 @@ def publish_weights(ctx: Context, table: pa.Table, *, lora: LoraConfig | None = 
     for number, (name, tensor) in enumerate(_weights(ctx, lora)):
         if number % ctx.rank.size == ctx.rank.rank:
             numbers.append(number)
-            parameters.append(_Parameter.of(name, tensor))
+            parameters.append(Parameter.of(name, tensor))
             tensors.append(tensor)
-    data = _BinaryBuilder([parameter.nbytes for parameter in parameters])
+    data = BinaryBuilder([parameter.nbytes for parameter in parameters])
     for tensor in tensors:
         data.add(tensor)
-    return _rows(numbers, parameters, data.array())
-
-
-def _rows(numbers: Sequence[int], parameters: Sequence[_Parameter], data: pa.Array) -> pa.Table:
-    """Return one row for each parameter, whose row id is its number."""
-    index = pa.array(numbers, pa.int64())
-    sizes = [parameter.numel for parameter in parameters]
-    names = [parameter.name for parameter in parameters]
-    dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in parameters]
-    shapes = [list(parameter.shape) for parameter in parameters]
-    arrays = {
-        ROW_ID: index,
-        GROUP_ID: index,
-        TOKENS: pa.array(sizes, pa.int64()),
-        PARAMETER: pa.array(names, TYPES[PARAMETER]),
-        PARAMETER_DTYPE: pa.array(dtypes, TYPES[PARAMETER_DTYPE]),
-        PARAMETER_SHAPE: pa.array(shapes, TYPES[PARAMETER_SHAPE]),
-        PARAMETER_DATA: data,
-    }
-    return pa.table(arrays)
+    return parameter_rows(numbers, parameters, data.array())
 
 
 def load_weights_in_parts(
@@ -273,7 +227,7 @@ def _received_weights(parts: RowStream) -> Iterator[tuple[str, Tensor]]:
                 f"parameters {table[PARAMETER].to_pylist()} came otherwise than they were announced"
             )
         first += table.num_rows
-        yield from _tensors(table)
+        yield from tensors_of(table)
         del table  # frees its memory before the next one arrives
 
 
@@ -288,51 +242,5 @@ def load_weights(ctx: Context, table: pa.Table, *, lora: LoraConfig | None = Non
     With ``lora``, and a rank above 0, they are adapters of the weights in the engine's folder. The
     node needs all rows on each worker: rows=REPLICATED.
     """
-    _load(ctx, _tensors(table), lora)
+    _load(ctx, tensors_of(table), lora)
     return table
-
-
-class _BinaryBuilder:
-    """Builds a large_binary array of tensors' bytes; each tensor is copied once, when it is
-    added.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._ends = np.cumsum([0, *sizes], dtype=np.int64)
-        self._data = np.empty(int(self._ends[-1]), dtype=np.uint8)
-        self._count = 0
-
-    def add(self, tensor: Tensor) -> None:
-        """Copy the bytes of the next tensor."""
-        start = self._ends[self._count]
-        stop = self._ends[self._count + 1]
-        as_bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        self._data[start:stop] = as_bytes.cpu().numpy()
-        self._count += 1
-
-    def array(self) -> pa.Array:
-        """Return the array, once all tensors are added."""
-        assert self._count == len(self._ends) - 1
-        buffers = [None, pa.py_buffer(self._ends), pa.py_buffer(self._data)]
-        return pa.Array.from_buffers(pa.large_binary(), self._count, buffers)
-
-
-def _tensors(table: pa.Table) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of each row, over the table's memory. PeerError for bytes that do
-    not fit the shape.
-    """
-    data = table[PARAMETER_DATA]
-    rows = table.select([PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE]).to_pylist()
-    for index, row in enumerate(rows):
-        name = row[PARAMETER]
-        dtype = row[PARAMETER_DTYPE]
-        shape = row[PARAMETER_SHAPE]
-        buffer = data[index].as_buffer()
-        numel = int(np.prod(shape))
-        if dtype not in _DTYPES or buffer.size != _DTYPES[dtype].itemsize * numel:
-            raise PeerError(
-                f"parameter {name!r}: {buffer.size} bytes are no {dtype} tensor of shape {shape}"
-            )
-        raw = pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer])
-        flat = from_dlpack(raw)  # which works on read-only memory as well
-        yield name, flat.view(_DTYPES[dtype]).reshape(shape)

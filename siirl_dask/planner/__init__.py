@@ -22,12 +22,11 @@ from siirl_dask.planner.chain import (
     SaveState,
     Send,
     Stream,
-    always_reloaded,
     phase_of,
-    reloaded_after,
     replay_plan,
 )
-from siirl_dask.planner.column_flow import DATA, NodeColumns, trace_columns
+from siirl_dask.planner.column import DATA
+from siirl_dask.planner.column_flow import NodeColumns, trace_columns
 from siirl_dask.planner.compile import compile_chains
 from siirl_dask.planner.contract import (
     Contract,
@@ -58,6 +57,7 @@ from siirl_dask.planner.hosts import Hosts, by_host, host_of
 from siirl_dask.planner.inputs import PlanInputs
 from siirl_dask.planner.node import NONFINITE, STAGES, TRACE, Node, Role, Rows
 from siirl_dask.planner.placement import host_notes
+from siirl_dask.planner.reloads import always_reloaded, reloaded_after
 from siirl_dask.planner.restore import (
     NO_DATA,
     Cut,

@@ -9,28 +9,16 @@ from the last table above that holds it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from siirl_dask.errors import PlanError, did_you_mean
+from siirl_dask.planner.column import DATA, Column, columns_read
+from siirl_dask.planner.column_sources import chosen_source, find_suppliers, suppliers_above
 from siirl_dask.planner.contract import Groups
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.node import Node
-from siirl_dask.schema import IDENTITY, TYPES, DataType, Schema, is_blob
-
-DATA = "data"
-"""The dataloader, as the source of the columns that entry nodes read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column on its way along the DAG. ``writer`` is the last node that wrote it, or DATA."""
-
-    name: str
-    writer: str
-    type: DataType
-    of_groups: bool = False
-    """True if all rows of a group have the same value."""
+from siirl_dask.schema import IDENTITY, TYPES, Schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +53,7 @@ class NodeColumns:
     @property
     def reads(self) -> tuple[str, ...]:
         """Columns that the node's function reads among the available ones."""
-        return _taken(self.node, self.available)
+        return columns_read(self.node, self.available)
 
     @property
     def shared_blobs(self) -> tuple[str, ...]:
@@ -73,7 +61,7 @@ class NodeColumns:
         if self.one_a_group:
             return ()
         columns = [self.produced[name] for name in self.outputs]
-        return tuple(column.name for column in columns if column.of_groups and is_blob(column.type))
+        return tuple(column.name for column in columns if column.is_blob_of_groups)
 
 
 def trace_columns(dag: DAG, source: Schema) -> dict[str, NodeColumns]:
@@ -113,7 +101,7 @@ def trace_columns(dag: DAG, source: Schema) -> dict[str, NodeColumns]:
         by_group = set()
         for column_name, supplier in sources[name].items():
             column = available[name][column_name]
-            if not column.of_groups or not is_blob(column.type):
+            if not column.is_blob_of_groups:
                 continue
             if rows_out[supplier] != rows[name] or not single[supplier]:
                 by_group.add(column_name)
@@ -248,17 +236,18 @@ def _demand(
     needed: dict[str, tuple[str, ...]] = {}
     sources: dict[str, dict[str, str]] = {}
     nodes = {node.name: node for node in order}
-    suppliers = _suppliers(order, produced, single)
+    suppliers = find_suppliers(order, produced, single)
     for node in reversed(order):
         contract = node.contract
         if node.stored_as:
             for name, column in produced[node.name].items():
-                if node.save_blobs or not _is_shared(column, single[node.name]):
-                    wanted[node.name].add(name)
+                if column.is_blob_of_groups and not single[node.name] and not node.save_blobs:
+                    continue
+                wanted[node.name].add(name)
         outputs[node.name] = tuple(
             name for name in produced[node.name] if name in wanted[node.name]
         )
-        need = {*IDENTITY, *_taken(node, available[node.name])}
+        need = {*IDENTITY, *columns_read(node, available[node.name])}
         if contract.passes:
             need |= wanted[node.name] - set(contract.writes.names)
         needed[node.name] = tuple(name for name in available[node.name] if name in need)
@@ -267,124 +256,8 @@ def _demand(
             continue
         for name in needed[node.name]:
             column = available[node.name][name]
-            candidates = _above(node, column, suppliers, produced)
-            supplier = _chosen_source(node, column, candidates, nodes)
+            candidates = suppliers_above(node, column, suppliers, produced)
+            supplier = chosen_source(node, column, candidates, nodes)
             sources[node.name][name] = supplier
             wanted[supplier].add(name)
     return outputs, needed, sources
-
-
-def _taken(node: Node, available: Mapping[str, Column]) -> tuple[str, ...]:
-    """Return the columns that a node's function reads among the available ones."""
-    contract = node.contract
-    offered = set(available)
-    for name in contract.if_written:  # from a node, and not from the dataset
-        if name in available and available[name].writer == DATA:
-            offered.remove(name)
-    return contract.taken(offered)
-
-
-def _suppliers(
-    order: tuple[Node, ...],
-    produced: Mapping[str, Mapping[str, Column]],
-    single: Mapping[str, bool],
-) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return, for each node and column, the nodes that later nodes can take the column from.
-
-    That is the node itself; for a blob that it does not use, the nodes above it.
-    """
-    suppliers: dict[str, dict[str, tuple[str, ...]]] = {}
-    for node in order:
-        suppliers[node.name] = {}
-        for name, column in produced[node.name].items():
-            if _skips(node, column, one_a_group=single[node.name]):
-                suppliers[node.name][name] = _above(node, column, suppliers, produced)
-            else:
-                suppliers[node.name][name] = (node.name,)
-    return suppliers
-
-
-def _skips(node: Node, column: Column, *, one_a_group: bool) -> bool:
-    """Return whether a column goes past a node, to those below it, without being in its table."""
-    if not is_blob(column.type) or not node.after or column.writer == node.name:
-        return False
-    if _is_shared(column, one_a_group):
-        return _is_left_out_by_group(node)
-    return _is_left_out(node, column)
-
-
-def _above(
-    node: Node,
-    column: Column,
-    suppliers: Mapping[str, Mapping[str, tuple[str, ...]]],
-    produced: Mapping[str, Mapping[str, Column]],
-) -> tuple[str, ...]:
-    """Return the nodes above that hold the column as its last writer left it; identity columns
-    are the same in all.
-    """
-    name = column.name
-    found: dict[str, None] = {}  # a set that keeps its order
-    for parent in node.after:
-        if name not in suppliers[parent]:
-            continue
-        if name in IDENTITY or produced[parent][name].writer == column.writer:
-            found.update(dict.fromkeys(suppliers[parent][name]))
-    return tuple(found)
-
-
-def _is_left_out(node: Node, column: Column) -> bool:
-    """Return whether a blob skips a node that does not write it: it neither reads nor stores it,
-    nor makes groups.
-    """
-    contract = node.contract
-    if column.name in _taken(node, {column.name: column}) or node.stored_as is not None:
-        return False
-    if contract.new_rows:
-        if contract.groups is not Groups.KEPT:
-            return False
-        return column.of_groups
-    return True
-
-
-def _is_left_out_by_group(node: Node) -> bool:
-    """Return whether a blob that several rows of a node's table share skips the node, even if the
-    node reads it.
-
-    A stage holds it, once per group, since a step may go on from there.
-    """
-    if node.save_blobs:
-        return False
-    if node.stage and node.save_as is None:
-        return False
-    if node.contract.new_rows:
-        return node.contract.groups is not Groups.NEW
-    return True
-
-
-def _is_shared(column: Column, one_a_group: bool) -> bool:
-    """Return whether several rows of a table share the values of a blob."""
-    if not column.of_groups or one_a_group:
-        return False
-    return is_blob(column.type)
-
-
-def _chosen_source(
-    node: Node,
-    column: Column,
-    candidates: Sequence[str],
-    nodes: Mapping[str, Node],
-) -> str:
-    """Return which of the ``candidates``, nodes that hold the column, supplies it.
-
-    A node that reads or writes the column itself comes first, since its workers hold it anyway. For
-    a blob, nodes of the same role come before others, because their rows may stay in place.
-    """
-    if is_blob(column.type):
-        of_same_role = [name for name in candidates if nodes[name].role == node.role]
-        if of_same_role:
-            candidates = of_same_role
-    for name in candidates:
-        contract = nodes[name].contract
-        if column.name in contract.reads or column.name in contract.writes.names:
-            return name
-    return candidates[0]

@@ -7,8 +7,9 @@ every plan for that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from siirl_dask.errors import PlanError
 from siirl_dask.planner.chain import (
@@ -38,7 +39,7 @@ from siirl_dask.planner.node import Node
 from siirl_dask.planner.overlap import find_early
 from siirl_dask.planner.placement import check_neighbours, place_roles
 from siirl_dask.planner.restore import frontiers, is_stored, stored_table
-from siirl_dask.planner.weight_streams import find_streams, stays, why_no_broadcast
+from siirl_dask.planner.weight_streams import find_streams, links_of_stream, stays
 from siirl_dask.schema import Schema, make_schema
 
 
@@ -163,16 +164,17 @@ def _chains(
         owners = placed[node.role]
         senders = move.layout.senders(hosts)
         run = RunNode(node, move.inputs, node_columns.outputs, early.get(name))
-        stream_links: dict[str, Link] = {}
+        stream_links: dict[str, Stream] = {}
         if name in streams:
-            stream_links = _streaming(name, flow, moves, placed, streams)
+            stream_links = links_of_stream(name, flow, moves, placed, streams)
         for index, worker in enumerate(owners):
             own = links[worker]
             if is_stored(node):
+                restored = {name: node_columns.produced[name].type for name in node_columns.outputs}
                 restore = Restore(
                     node,
                     stored_table(node),
-                    schema=_schema_of(node_columns),
+                    schema=make_schema(restored),
                     index=index,
                     count=len(owners),
                     shared=node_columns.shared_blobs,
@@ -183,22 +185,29 @@ def _chains(
                     prompts = move.inputs[0].table
                     own.append(LoadPrompts(prompts, node_columns.needed, index, len(owners)))
                 of_node = _receives(node, move, worker)
-                of_node.append(stream_links.pop(worker, run))
+                of_node.append(stream_links.get(worker, run))
             if node.lag:
                 own.append(Lagged(node.lag, _with_drops(of_node)))
             else:
                 own.extend(of_node)
             if worker in senders and name not in streams:
                 own.extend(Send(edge) for edge in outgoing[name])
-        for worker, link in stream_links.items():  # on workers of the target alone
+        for worker, stream_link in stream_links.items():
+            if worker in owners:
+                continue
+            of_target: Link = stream_link
             lag = flow[streams[name]].node.lag
             if lag:
-                link = Lagged(lag, (link,))
-            links[worker].append(link)
+                of_target = Lagged(lag, (stream_link,))
+            links[worker].append(of_target)
         if name in state_tables:
-            _add_writes_of_state(links, node, state_tables[name], owners)
+            table = state_tables[name]
+            _add_writes(links, table, owners, partial(SaveState, node, table))
         if name in output_tables:
-            _add_writes_of_rows(links, node_columns, output_tables[name], move.layout.holders)
+            table = output_tables[name]
+            shared = node_columns.shared_blobs
+            save = partial(Save, name, table, shared=shared)
+            _add_writes(links, table, move.layout.holders, save)
     return {worker: Chain(worker, _with_drops(own)) for worker, own in links.items()}
 
 
@@ -210,89 +219,26 @@ def _receives(node: Node, move: Move, worker: str) -> list[Link]:
         if edge.moves:
             tables: tuple[str, ...] = ()
             if not node.lag:  # the rows of a lagged node are of an earlier step than the tables
-                tables = move.tables_with_groups(edge, worker)
+                tables = move.group_tables.get((edge.name, worker), ())
             receives.append(Recv(edge, guides[edge.guide], tables))
     return receives
 
 
-def _add_writes_of_state(
+def _add_writes(
     links: Mapping[str, list[Link]],
-    node: Node,
     table: str,
-    owners: Sequence[str],
+    writers: Sequence[str],
+    write: Callable[[int, int], Link],
 ) -> None:
-    """Let each of the node's workers write its part of the node's state; all others report that
-    they have none.
+    """Let each writer write its part of ``table`` by the link ``write(part, parts)``; all other
+    workers report that they have none.
     """
-    parts = {worker: index for index, worker in enumerate(owners)}
+    parts = {worker: index for index, worker in enumerate(writers)}
     for worker, own in links.items():
         if worker in parts:
-            own.append(SaveState(node, table, parts[worker], len(parts)))
+            own.append(write(parts[worker], len(parts)))
         else:
             own.append(ReportTable(table))
-
-
-def _add_writes_of_rows(
-    links: Mapping[str, list[Link]],
-    node_columns: NodeColumns,
-    table: str,
-    holders: Sequence[str],
-) -> None:
-    """Let each holder write its part of the node's rows; all other workers report that they have
-    none.
-    """
-    parts = {worker: index for index, worker in enumerate(holders)}
-    for worker, own in links.items():
-        if worker in parts:
-            own.append(
-                Save(
-                    node_columns.node.name,
-                    table,
-                    parts[worker],
-                    len(parts),
-                    node_columns.shared_blobs,
-                )
-            )
-        else:
-            own.append(ReportTable(table))
-
-
-def _schema_of(node_columns: NodeColumns) -> Schema:
-    """Return the columns of a node's table that later nodes read."""
-    return make_schema({name: node_columns.produced[name].type for name in node_columns.outputs})
-
-
-def _streaming(
-    name: str,
-    flow: Mapping[str, NodeColumns],
-    moves: Mapping[str, Move],
-    placed: Mapping[str, tuple[str, ...]],
-    streams: Mapping[str, str],
-) -> dict[str, Link]:
-    """Return the Stream link of each worker of the source ``name`` or of its target, the source's
-    workers first.
-    """
-    source = flow[name]
-    target = flow[streams[name]]
-    edge = next(iter(moves[target.node.name].edges), None)
-    giving = placed[source.node.role]
-    taking = placed[target.node.role]
-    reason = why_no_broadcast(source, target, placed, streams, flow)
-    joins = () if reason else (giving[0], *taking)
-    links: dict[str, Link] = {}
-    for worker in (*giving, *taking):
-        gives = worker in giving
-        links[worker] = Stream(
-            source.node,
-            target.node,
-            gives=gives,
-            takes=worker in taking,
-            inputs=moves[name].inputs if gives else (),
-            columns=source.outputs,
-            edge=edge,
-            joins=joins,
-        )
-    return links
 
 
 def _with_drops(links: Sequence[Link]) -> tuple[Link, ...]:

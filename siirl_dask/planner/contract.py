@@ -8,7 +8,7 @@ the same, and so does a ``functools.partial``, whose options count.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache, partial
@@ -161,14 +161,6 @@ class Contract:
     depends_on_options: Callable[..., ContractChanges] | None = None
     """Function of the node's options, defaults included, that returns what they add to this
     contract."""
-
-    def taken(self, available: Collection[str]) -> tuple[str, ...]:
-        """Return the columns that it reads among the ``available`` ones."""
-        columns = list(self.reads)
-        for name in (*self.optional, *self.if_written, *self.one_of):
-            if name in available:
-                columns.append(name)
-        return tuple(columns)
 
 
 def columns(

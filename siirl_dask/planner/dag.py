@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from typing import Any
+from typing import Any, TypeVar
 
 from siirl_dask.errors import PlanError, did_you_mean
 from siirl_dask.planner.contract import bare, options_of
 from siirl_dask.planner.node import Node, Role
+
+_Part = TypeVar("_Part", Node, Role)
 
 
 @dataclass(frozen=True)
@@ -70,23 +72,11 @@ class DAG:
 
     def node(self, name: str) -> Node:
         """Return the node of that name. PlanError, with the nearest spelling, if there is none."""
-        for node in self.nodes:
-            if node.name == name:
-                return node
-        names = [node.name for node in self.nodes]
-        raise PlanError(
-            f"node {name!r} is none of the DAG's (nodes: {names}){did_you_mean(name, names)}"
-        )
+        return _named("node", name, self.nodes)
 
     def role(self, name: str) -> Role:
         """Return the role of that name. PlanError, with the nearest spelling, if there is none."""
-        for role in self.roles:
-            if role.name == name:
-                return role
-        names = [role.name for role in self.roles]
-        raise PlanError(
-            f"role {name!r} is none of the DAG's (roles: {names}){did_you_mean(name, names)}"
-        )
+        return _named("role", name, self.roles)
 
     def add(self, *nodes: Node, roles: Sequence[Role] = ()) -> DAG:
         """Return this DAG with more nodes and roles. A role replaces the role of the same name."""
@@ -136,6 +126,16 @@ class DAG:
             node = waiting.pop(ready)
             done[node.name] = node
         return tuple(done.values())
+
+
+def _named(kind: str, name: str, parts: Sequence[_Part]) -> _Part:
+    for part in parts:
+        if part.name == name:
+            return part
+    names = [part.name for part in parts]
+    raise PlanError(
+        f"{kind} {name!r} is none of the DAG's ({kind}s: {names}){did_you_mean(name, names)}"
+    )
 
 
 def _first_ready(waiting: Sequence[Node], done: Collection[str]) -> int | None:

@@ -6,12 +6,13 @@ Rows that are already on the wanted workers do not move, nor do blobs whose grou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from siirl_dask.errors import PlanError
 from siirl_dask.planner.chain import EarlyColumns, Edge, Input
-from siirl_dask.planner.column_flow import DATA, NodeColumns
+from siirl_dask.planner.column import DATA
+from siirl_dask.planner.column_flow import NodeColumns
 from siirl_dask.planner.contract import Groups
 from siirl_dask.planner.hosts import Hosts, by_host
 from siirl_dask.planner.node import Node, Rows
@@ -81,10 +82,6 @@ class Move:
     """Tables that have groups of an edge before it is pulled, by the edge's name and the worker
     that has them."""
 
-    def tables_with_groups(self, edge: Edge, worker: str) -> tuple[str, ...]:
-        """Return the tables of a worker that have groups of an edge already."""
-        return self.group_tables.get((edge.name, worker), ())
-
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
@@ -102,15 +99,6 @@ class _Planned:
     homes: dict[Layout, Layout] = field(default_factory=dict)
     """Layout of rows from which those of a layout were made in place: their groups are on the
     same workers."""
-
-    def with_groups_of(self, layout: Layout) -> Iterator[Layout]:
-        """Yield ``layout``, and then those in which each worker has all groups that it has in
-        ``layout``.
-        """
-        home: Layout | None = layout
-        while home is not None:
-            yield home
-            home = self.homes.get(home)
 
     def brought(
         self,
@@ -136,7 +124,6 @@ def plan_moves(
     for name, node_columns in flow.items():
         node = node_columns.node
         workers = placed[node.role]
-        group_tables: dict[tuple[str, str], tuple[str, ...]] = {}
         inputs: tuple[Input, ...]
         edges: tuple[Edge, ...] = ()
         if node.after:
@@ -144,16 +131,13 @@ def plan_moves(
             guide_layout = planned.layouts[guide]
             layout = _wanted(node_columns, workers, guide_layout, planned.first[guide_layout])
             inputs, edges = _bring(node_columns, layout, guide, planned)
-            for edge in edges:
-                for worker in edge.targets:
-                    tables = _tables_with_groups(edge, worker, planned)
-                    if tables:
-                        group_tables[edge.name, worker] = tables
+            group_tables = _tables_with_groups(edges, planned)
             if not node.lag:  # its tables are of an earlier step
                 for edge in edges:
                     if edge.moves:
                         planned.arrived[edge.source, layout, edge.by_group] = edge
         else:
+            group_tables = {}
             layout = _layout(DATA, "as loaded", workers)
             inputs = (Input(f"{DATA}->{name}", node_columns.needed),)
         output = layout
@@ -309,34 +293,43 @@ def _groups_in_place(
 
     None where no table is sure to have them.
     """
-    for home in planned.with_groups_of(layout):
+    home: Layout | None = layout
+    while home is not None:
         if planned.layouts[source] == home:
             return source
         for by_group in (True, False):
             edge = planned.brought(source, home, columns, by_group=by_group)
             if edge is not None:
                 return edge.name
+        home = planned.homes.get(home)
     return None
 
 
-def _tables_with_groups(edge: Edge, worker: str, planned: _Planned) -> tuple[str, ...]:
-    """Return the tables of a worker that have some groups of an edge: its own as a source, and
-    those of earlier edges.
+def _tables_with_groups(
+    edges: Sequence[Edge], planned: _Planned
+) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Return the tables of a worker that have some groups of an edge, by the edge's name and the
+    worker: its own as a source, and those of earlier edges.
     """
-    if not edge.by_group or edge.rows is Rows.REPLICATED:
-        return ()
-    one_a_group = planned.flow[edge.source].one_a_group
-    tables = []
-    if worker in edge.sources:
-        tables.append(edge.source)
-    for earlier in planned.arrived.values():
-        if earlier.source != edge.source or worker not in earlier.targets:
+    found: dict[tuple[str, str], tuple[str, ...]] = {}
+    for edge in edges:
+        if not edge.by_group or edge.rows is Rows.REPLICATED:
             continue
-        if not earlier.by_group and not one_a_group:
-            continue
-        if set(edge.schema.names) <= set(earlier.schema.names):
-            tables.append(earlier.name)
-    return tuple(tables)
+        one_a_group = planned.flow[edge.source].one_a_group
+        for worker in edge.targets:
+            tables = []
+            if worker in edge.sources:
+                tables.append(edge.source)
+            for earlier in planned.arrived.values():
+                if earlier.source != edge.source or worker not in earlier.targets:
+                    continue
+                if not earlier.by_group and not one_a_group:
+                    continue
+                if set(edge.schema.names) <= set(earlier.schema.names):
+                    tables.append(earlier.name)
+            if tables:
+                found[edge.name, worker] = tuple(tables)
+    return found
 
 
 def _edge(

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner.column_flow import Column, NodeColumns, trace_columns
+from siirl_dask.planner.column import Column
+from siirl_dask.planner.column_flow import NodeColumns, trace_columns
 from siirl_dask.planner.contract import ContractChanges, bare, columns
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.node import Node

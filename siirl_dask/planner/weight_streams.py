@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from siirl_dask.planner.chain import Stream
 from siirl_dask.planner.column_flow import NodeColumns
 from siirl_dask.planner.dag import DAG
+from siirl_dask.planner.moves import Move
 from siirl_dask.planner.node import Node, Rows
 from siirl_dask.planner.spec.names import short_name
 from siirl_dask.schema import PARAMETER_DTYPE, PARAMETER_SHAPE
@@ -170,3 +172,36 @@ def run_order(dag: DAG, streams: Mapping[str, str]) -> list[Node]:
         if node.name in streams:
             order.append(dag.node(streams[node.name]))
     return order
+
+
+def links_of_stream(
+    name: str,
+    flow: Mapping[str, NodeColumns],
+    moves: Mapping[str, Move],
+    placed: Placed,
+    streams: Mapping[str, str],
+) -> dict[str, Stream]:
+    """Return the Stream link of each worker of the source ``name`` or of its target, the source's
+    workers first.
+    """
+    source = flow[name]
+    target = flow[streams[name]]
+    edge = next(iter(moves[target.node.name].edges), None)
+    giving = placed[source.node.role]
+    taking = placed[target.node.role]
+    reason = why_no_broadcast(source, target, placed, streams, flow)
+    joins = () if reason else (giving[0], *taking)
+    links: dict[str, Stream] = {}
+    for worker in (*giving, *taking):
+        gives = worker in giving
+        links[worker] = Stream(
+            source.node,
+            target.node,
+            gives=gives,
+            takes=worker in taking,
+            inputs=moves[name].inputs if gives else (),
+            columns=source.outputs,
+            edge=edge,
+            joins=joins,
+        )
+    return links

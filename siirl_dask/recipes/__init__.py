@@ -5,4 +5,16 @@ Pass your own reward, advantage or loss as an argument; change the rest with ``D
 functions.
 """
 
-__all__ = ["agents", "common", "dapo", "grpo", "ppo", "turns"]
+from siirl_dask.recipes.validation import measure_options, scored_as_training, validation_dag
+
+__all__ = [
+    "agents",
+    "common",
+    "dapo",
+    "grpo",
+    "measure_options",
+    "ppo",
+    "scored_as_training",
+    "turns",
+    "validation_dag",
+]

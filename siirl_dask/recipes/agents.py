@@ -37,11 +37,11 @@ from siirl_dask.recipes.common import (
     Function,
     advantage_of,
     learning,
-    measure_options,
     prompt_options,
     roles,
     with_reference,
 )
+from siirl_dask.recipes.validation import measure_options
 
 
 def agents(

@@ -1,4 +1,4 @@
-"""Parts that recipes share: roles, the update with its loss, validation. Together they read every
+"""Parts that recipes share: roles, and the update with its loss. Together they read every
 ``algorithm.*`` key.
 
 No key is ignored: one that an argument of the recipe replaces must be left at its default.
@@ -15,22 +15,14 @@ from siirl_dask.algorithms import policy_loss
 from siirl_dask.config import AlgorithmConfig, Config
 from siirl_dask.errors import ConfigError
 from siirl_dask.nodes import (
-    ColumnPath,
     base_logprobs,
     draw_minibatches,
-    encode_prompts,
-    generate_answers,
     load_weights,
-    measure_answers,
-    play,
-    play_answers,
     publish_weights,
     reference_logprobs,
-    sample_until_mixed,
-    score,
     update_policy,
 )
-from siirl_dask.planner import DAG, Node, Role, Rows, bare, bind, resolve
+from siirl_dask.planner import DAG, Node, Role, Rows, bind, resolve
 from siirl_dask.rewards import build_scorer
 from siirl_dask.rollout import build_engine
 from siirl_dask.training import build_reference, build_trainer
@@ -205,89 +197,6 @@ def with_reference(dag: DAG, config: Config, function: Function | None = None) -
         reference = replace(reference, fn=reference_logprobs, role="reference")
         dag = dag.add(reference, roles=(Role("reference", build),))
     return dag.replace("advantage", after=(*dag.node("advantage").after, reference.name))
-
-
-def validation(config: Config, dag: DAG) -> DAG:
-    """Return the validation DAG of a training DAG, whose roles ``rollout`` and ``reward`` answer
-    and score. PlanError if the training DAG does not have these roles.
-
-    Where the training DAG plays in environments, they reward the answers.
-    """
-    settings = config.validation
-    measure = measure_options(config)
-    placement = Rows(str(config.rollout.prompt_placement))
-    sample = {"rollout": config.rollout, "validation": settings}
-    prompts = Node("prompts", encode_prompts, role="rollout", options=prompt_options(config))
-    answers = Node(
-        "rollout",
-        generate_answers,
-        role="rollout",
-        after="prompts",
-        rows=placement,
-        options=sample,
-    )
-    score_of = Node("reward", score, role="reward", after="rollout", save_as="validation")
-    measured = Node(
-        "measure",
-        measure_answers,
-        role="reward",
-        after="reward",
-        rows=Rows.GROUPED,
-        options=measure,
-    )
-    if not any(bare(node.fn) is play for node in dag.nodes):
-        return DAG(dag.roles, (prompts, answers, score_of, measured))
-    answers = replace(
-        answers,
-        fn=play_answers,
-        options=sample | play_options(config),
-        save_as="validation",
-    )
-    return DAG(dag.roles, (prompts, answers, replace(measured, role="rollout", after="rollout")))
-
-
-def scored_as_training(validation: DAG, dag: DAG) -> DAG:
-    """Return ``validation`` with the columns that the nodes of ``dag`` pass to the reward function of
-    the same role, where a node that scores names none: a reward would be computed by the defaults
-    of its arguments otherwise.
-    """
-    for node in validation.nodes:
-        if bare(node.fn) is not score or "columns" in node.options:
-            continue
-        passed = _passed_to_reward(dag, node.role)
-        if passed:
-            validation = validation.replace(node.name, options={"columns": passed})
-    return validation
-
-
-def _passed_to_reward(dag: DAG, role: str) -> tuple[str, ...]:
-    """Return the columns that the nodes of ``dag`` pass to the reward function of ``role``."""
-    passed: list[str] = []
-    for node in dag.nodes:
-        function = bare(node.fn)
-        scorer = None
-        if function is score:
-            scorer = node.role
-        if function is sample_until_mixed:
-            scorer = node.options.get("scorer", "reward")
-        if scorer == role:
-            named = node.options.get("columns", ())
-            passed += [name for name in named if name not in passed]
-    return tuple(passed)
-
-
-def measure_options(config: Config) -> dict[str, Any]:
-    """Return the options of ``measure_answers``."""
-    settings = config.validation
-    extract = None
-    if settings.answer_extractor:
-        extract = resolve(settings.answer_extractor)
-    return {
-        "n": settings.n,
-        "k": tuple(settings.k),
-        "source": ColumnPath(settings.source_column),
-        "extract": extract,
-    }
 
 
 def check_reads(config: Config, *keys: str) -> None:

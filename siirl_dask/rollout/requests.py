@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from math import isfinite
 from reprlib import repr as short
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from siirl_dask.context import Codec
 from siirl_dask.errors import PeerError
 from siirl_dask.images import Image
 from siirl_dask.rollout.engine import FinishReason, Generation, GenerationRequest, Sampling
@@ -151,6 +153,20 @@ def read_sampled(value: object) -> Sampled:
                 sample = Generation(ids, scores, FinishReason(reason), routes, versions)
                 return Sampled(sample, worker)
     raise PeerError(f"received {short(value)}, which is no sample")
+
+
+def request_codec(version: int) -> Codec[GenerationRequest, Sampled]:
+    """Return the codec of requests and samples for work that peers take over, at this version of
+    the weights.
+    """
+    message = RequestMessage(version)
+    return Codec(
+        pack_item=message.pack,
+        read_item=message.read,
+        pack_result=pack_sampled,
+        read_result=read_sampled,
+        renewed=partial(request_codec, version),
+    )
 
 
 def _starts(value: object, images: int) -> tuple[int, ...] | None:

@@ -18,7 +18,7 @@ from siirl_dask.training.learner import Learner, TokenSelection, in_turn, select
 from siirl_dask.training.model.value_network import ValueNetwork
 from siirl_dask.training.packing import MicroBatch
 from siirl_dask.training.parallel.backend import ModelBackend
-from siirl_dask.training.policy import TorchRole
+from siirl_dask.training.torch_role import TorchRole
 from siirl_dask.training.trainer import OnNonFinite, PackedRows, ValueBatch
 
 

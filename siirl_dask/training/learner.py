@@ -204,10 +204,10 @@ class Learner:
         self.join_group(rank)
         self._shard_ranks = shard_ranks
         self._config = config
-        self._optimizer = Optimizer(
+        self.optimizer = Optimizer(
             parameters, config, rates, stepped, matrices=matrices, cores=cores
         )
-        self._gradients = self._optimizer.gradients
+        self._gradients = self.optimizer.gradients
         self._skipped = 0
 
     def update(
@@ -258,7 +258,7 @@ class Learner:
         if steps:
             metrics[_LOSS] = sum(loss for loss, _ in steps) / len(steps)
             metrics["grad_norm"] = sum(norm for _, norm in steps) / len(steps)
-        metrics["lr"] = self._optimizer.lr
+        metrics["lr"] = self.optimizer.lr
         metrics["empty_minibatches"] = float(len(batches) - learned)
         metrics["skipped_steps"] = float(learned - len(steps))
         return metrics
@@ -267,9 +267,9 @@ class Learner:
         """Return ``optimizer``, live tensors by parameter name, and ``progress``, counts as
         tensors.
         """
-        progress = {"steps": self._optimizer.steps, "skipped_steps": self._skipped}
+        progress = {"steps": self.optimizer.steps, "skipped_steps": self._skipped}
         return {
-            "optimizer": self._optimizer.state(),
+            "optimizer": self.optimizer.state(),
             "progress": {name: torch.tensor(value) for name, value in progress.items()},
         }
 
@@ -277,7 +277,7 @@ class Learner:
         """Go on after the counts in ``progress`` of a ``state()`` whose tensors have been
         loaded.
         """
-        self._optimizer.steps = int(progress["steps"])
+        self.optimizer.steps = int(progress["steps"])
         self._skipped = int(progress["skipped_steps"])
 
     def leave_group(self) -> None:
@@ -292,22 +292,9 @@ class Learner:
         self._group = rank.group
         self._cpu_group = rank.cpu_group
 
-    @property
-    def gradients(self) -> Tensor:
-        """All gradients, which each mini-batch begins with zeros."""
-        return self._gradients.flat
-
-    def state_tensors(self) -> Iterator[Tensor]:
-        """Yield the optimizer's moments and moving averages, without its counts of steps."""
-        return self._optimizer.state_tensors()
-
     def ema(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the moving average of each parameter; nothing where none is kept."""
-        return self._optimizer.ema()
-
-    def averages_in_use(self) -> AbstractContextManager[None]:
-        """Let the parameters have the values of their moving averages inside the block."""
-        return self._optimizer.averages_in_use()
+        return self.optimizer.ema()
 
     def _backward(
         self,
@@ -329,7 +316,7 @@ class Learner:
 
     def _step(self) -> None:
         """Update the parameters from their gradients."""
-        self._optimizer.step(self._group, self._waiting)
+        self.optimizer.step(self._group, self._waiting)
 
     def _total(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Sum each of ``sums`` over all ranks."""

@@ -130,11 +130,11 @@ class ModelMemory:
         self._weights = Parked(weights if park else ())
         state: Iterable[Tensor] = ()
         if park and learner is not None:
-            state = learner.state_tensors()
+            state = learner.optimizer.state_tensors()
         self._state = Parked(state)
         self._gradients = None
         if park and learner is not None:
-            self._gradients = Scratch(learner.gradients)
+            self._gradients = Scratch(learner.optimizer.gradients.flat)
 
     def score(self) -> None:
         """Have the weights on the device."""

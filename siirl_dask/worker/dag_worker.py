@@ -41,7 +41,8 @@ from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.monitoring.tracing import Tracing
 from siirl_dask.worker.monitoring.worker_meter import WorkerMeter
 from siirl_dask.worker.named_errors import portable
-from siirl_dask.worker.node_call import NodeCalls, restore_packed_state
+from siirl_dask.worker.node_call import NodeCalls
+from siirl_dask.worker.packed_state import restore_packed_state
 from siirl_dask.worker.peers.peer_services import PeerServices
 from siirl_dask.worker.phase_loaders import PhaseLoaders
 from siirl_dask.worker.process.end import end_with

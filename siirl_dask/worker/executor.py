@@ -23,7 +23,6 @@ from siirl_dask.observe import STEP_SECONDS
 from siirl_dask.planner import (
     Chain,
     Drop,
-    Edge,
     Iteration,
     Lagged,
     Link,
@@ -42,6 +41,7 @@ from siirl_dask.planner import (
 from siirl_dask.tables import filled_by_group, once_per_group, read_stored_rows, step_folder
 from siirl_dask.trace import Lane, record_transfers
 from siirl_dask.worker import weight_stream
+from siirl_dask.worker.early_work import FinishedRows
 from siirl_dask.worker.lagged import (
     BackgroundPulls,
     PastIterations,
@@ -51,6 +51,7 @@ from siirl_dask.worker.lagged import (
 from siirl_dask.worker.monitoring.profiling import Profiling
 from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.node_call import NodeCalls
+from siirl_dask.worker.packed_state import packed_state
 from siirl_dask.worker.stages import PlainWriter, StageWriter
 from siirl_dask.worker.stop import StopFlag, result_of
 from siirl_dask.worker.weight_broadcast import Broadcast
@@ -118,16 +119,17 @@ class ChainRun:
         """Run the chain's links in order and return the logged metrics. Aborted when the worker
         is told to stop.
         """
-        traffic = self.calls.runtime.databuffer.traffic
+        runtime = self.calls.runtime
+        traffic = runtime.databuffer.traffic
         before = traffic.snapshot()
-        self._set_up_early_rows(chain)
+        early = FinishedRows.of_chain(chain, runtime, self.calls.iteration)
+        self.calls.early = early
         self.calls.reloaded = reloaded_after(chain)
         began = time.monotonic()
         try:
             self._run_links(chain.links)
         finally:
-            for work in self.calls.early_work.values():  # their nodes are never called
-                work.cancel()
+            early.cancel()
         context = self.calls.context("")
         received = traffic.since(before)
         context.log("bytes/peers", received.total, Reduce.SUM)
@@ -136,34 +138,12 @@ class ChainRun:
         context.log("bytes/process", _resident_memory(), Reduce.MAX)
         context.log(STEP_SECONDS, time.monotonic() - began, Reduce.MAX)
         record_transfers(
-            self.calls.runtime.progress.trace,
+            runtime.progress.trace,
             received.by_worker,
             received.shared_by_worker,
             at=time.monotonic_ns(),
         )
         return self.calls.metrics
-
-    def _set_up_early_rows(self, chain: Chain) -> None:
-        """Prefetch rows that sources hand over early, and find the edges and nodes that take this
-        worker's own early rows.
-        """
-        runtime = self.calls.runtime
-        databuffer = runtime.databuffer
-        early_edges: dict[str, list[Edge]] = {}
-        early_nodes: dict[str, list[RunNode]] = {}
-        prefetched: list[Edge] = []
-        for link in chain.flat:
-            match link:
-                case Send(edge) if edge.early and databuffer.leaves_early(edge):
-                    early_edges.setdefault(edge.early.node, []).append(edge)
-                case RunNode(early=early) if early:
-                    early_nodes.setdefault(early.node, []).append(link)
-                case Recv(edge) if edge.early:
-                    prefetched.append(edge)
-        self.calls.early_edges = early_edges
-        self.calls.early_nodes = early_nodes
-        if prefetched:
-            runtime.loop.call_soon_threadsafe(databuffer.prefetch, prefetched, self.calls.iteration)
 
     def _run_links(self, links: Sequence[Link]) -> None:
         runtime = self.calls.runtime
@@ -221,7 +201,7 @@ class ChainRun:
                 case SaveState(node, table):
                     if runtime.stages.reports:
                         with trace.span(Lane.STORAGE, "save", table):
-                            rows = self.calls.packed_state(node)
+                            rows = packed_state(self.calls, node)
                             runtime.stages.save(link, iteration, rows, self.calls.step_progress())
                 case ReportTable(table):
                     runtime.stages.report_no_part(table, iteration, self.calls.step_progress())

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import sysconfig
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 
 import cloudpickle
 from siirl_storage import absolute
@@ -28,7 +23,7 @@ from siirl_dask.config import (
 from siirl_dask.coordinator import Dataset
 from siirl_dask.errors import PlanError, RunError, clause
 from siirl_dask.models.remote import RemoteModel
-from siirl_dask.pickling import dumps
+from siirl_dask.pickling import dumps, own_modules_by_value
 from siirl_dask.planner import Footprint, Plan, PlanInputs, specs_of
 from siirl_dask.planner.spec.names import receive_specs
 from siirl_dask.worker.peers.data_plane import DataSettings
@@ -148,10 +143,6 @@ class RunSpec:
 
 
 Phases = Mapping[str, tuple[Plan, Dataset]]
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_NEVER_BY_VALUE = ("siirl_dask", "siirl_storage")  # installed on every worker
-_ALWAYS_BY_VALUE = ("__main__", "__mp_main__")  # by cloudpickle itself
 
 
 def serialize_phases(phases: Phases) -> bytes:
@@ -166,7 +157,7 @@ def serialize_phases(phases: Phases) -> bytes:
     for plan, _ in phases.values():
         for role in plan.dag.roles:
             specs.update(specs_of(role.build))
-    with _by_value(_own_modules()):
+    with own_modules_by_value():
         try:
             return dumps((inputs, specs))
         except Exception as error:
@@ -199,45 +190,3 @@ def deserialize_phases(data: bytes, workers: Sequence[str]) -> Phases:
         phase: (plan_inputs.compile(workers), dataset)
         for phase, (plan_inputs, dataset) in inputs.items()
     }
-
-
-@contextmanager
-def _by_value(modules: list[ModuleType]) -> Iterator[None]:
-    """Register ``modules`` with cloudpickle while inside, which serializes them by value then."""
-    before = cloudpickle.list_registry_pickle_by_value()
-    added = [module for module in modules if module.__name__ not in before]
-    for module in added:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        for module in added:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-def _own_modules() -> list[ModuleType]:
-    """Return the imported modules that are the user's own: in the working directory or beside
-    the script.
-    """
-    folders = {Path.cwd()}
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    if script:
-        folders.add(Path(script).resolve().parent)
-    imported = list(sys.modules.items())
-    return [module for name, module in imported if _is_own(name, module, folders)]
-
-
-def _is_own(name: str, module: ModuleType, folders: Collection[Path]) -> bool:
-    """Return whether a module is one of the user's in ``folders``, which cloudpickle would send
-    by reference.
-    """
-    file = getattr(module, "__file__", None)
-    if not file or getattr(module, "__name__", None) != name:
-        return False
-    if name.split(".")[0] in _NEVER_BY_VALUE + _ALWAYS_BY_VALUE:
-        return False
-    if name.endswith(".py"):
-        return True
-    if file.startswith(_STANDARD) or any(folder in file for folder in _INSTALLED):
-        return False
-    return any(Path(file).is_relative_to(folder) for folder in folders)

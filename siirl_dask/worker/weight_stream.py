@@ -31,7 +31,8 @@ from siirl_dask.planner import Edge, Stream
 from siirl_dask.planner.weight_streams import handle_tensors
 from siirl_dask.schema import ROW_ID
 from siirl_dask.trace import Span
-from siirl_dask.worker.node_call import NodeCalls, checked
+from siirl_dask.worker.node_call import NodeCalls
+from siirl_dask.worker.node_output import checked
 from siirl_dask.worker.stop import result_of, wait_for
 from siirl_dask.worker.stream_clock import StreamClock
 from siirl_dask.worker.weight_broadcast import Broadcast

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.config import CheckpointConfig, ClusterConfig, Config, RunConfig, ValidationConfig
-from siirl_dask.driver.iterations import iterations, until_stopped
+from siirl_dask.driver.iterations import iterations
+from siirl_dask.driver.recovery.elastic import until_stopped
 from siirl_dask.driver.recovery.restarts import Restarts
 from siirl_dask.errors import ConfigError, WorkerLeft, WorkerLost, WorkersJoined
 from siirl_dask.planner import Phase

@@ -4,7 +4,7 @@ from itertools import permutations, product
 
 import pytest
 
-from siirl_dask.driver.iterations import PendingCheckpoint
+from siirl_dask.driver.recovery.pending_checkpoints import PendingCheckpoint
 from siirl_dask.planner import Iteration, Phase
 
 WORKERS = ("0", "1")

@@ -17,7 +17,8 @@ from siirl_dask.algorithms import ppo_clip
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.devices.accelerator import allocated_bytes
-from siirl_dask.nodes.weights import _Parameter, _parameter_index
+from siirl_dask.nodes.weight_rows import Parameter
+from siirl_dask.nodes.weights import _parameter_index
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import devices_of, run_ranks
 from siirl_dask.testing.rows import assert_same_tensors, copied_weights, random_rows, signs
@@ -234,7 +235,7 @@ def _broadcast(rank):
         for number, (_, shape) in enumerate(MODEL)
     ]
     index: pa.Table = _parameter_index(
-        [_Parameter.of(name, tensor) for (name, _), tensor in zip(MODEL, tensors, strict=True)]
+        [Parameter.of(name, tensor) for (name, _), tensor in zip(MODEL, tensors, strict=True)]
     )
     way = Broadcast(
         members=tuple(members),

@@ -13,7 +13,7 @@ from siirl_dask.nodes import append_response, bring_out, hand_over, take_agents
 from siirl_dask.nodes.episodes.agents import MESSAGE, TURN
 from siirl_dask.planner import Node
 from siirl_dask.schema import TYPES
-from siirl_dask.worker.node_call import checked
+from siirl_dask.worker.node_output import checked
 
 
 def context():

@@ -296,7 +296,7 @@ def test_cutting_episodes_changes_neither_loss_nor_gradient(folder, name, budget
             minibatches=1,
             aggregate=AGGREGATIONS[name],
         )
-        gradients = trainer._learner.gradients.clone()
+        gradients = trainer._learner.optimizer.gradients.flat.clone()
         seen.append(
             (ctx.metrics["policy/loss"].value, ctx.metrics["policy/grad_norm"].value, gradients)
         )

@@ -22,8 +22,8 @@ from siirl_dask.nodes import (
     sample_until_mixed,
     update_policy,
 )
-from siirl_dask.nodes.packed_table import pack_rows, packed_routes
-from siirl_dask.nodes.routes import add_routes
+from siirl_dask.nodes.packed_table import pack_rows
+from siirl_dask.nodes.routes import add_routes, packed_routes
 from siirl_dask.planner.contract import contract_of
 from siirl_dask.rollout import FinishReason, Generation
 from siirl_dask.rollout.requests import Sampled, pack_sampled, read_sampled

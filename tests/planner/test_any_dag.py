@@ -22,9 +22,8 @@ from siirl_dask.planner import (
     frontiers,
     trace_columns,
 )
-from siirl_dask.planner.column_flow import is_blob
 from siirl_dask.planner.node import STAGES
-from siirl_dask.schema import IDENTITY, MINIBATCH, TYPES, make_schema
+from siirl_dask.schema import IDENTITY, MINIBATCH, TYPES, is_blob, make_schema
 from tests.planner.random_dags import (
     NEW_ROWS,
     QUICKLY,

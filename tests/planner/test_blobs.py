@@ -23,8 +23,8 @@ from siirl_dask.planner import (
     compile_chains,
     estimate,
 )
-from siirl_dask.planner import column_flow as flow
-from siirl_dask.planner.column_flow import is_blob
+from siirl_dask.planner import column as columns_of_plans
+from siirl_dask.schema import is_blob
 from siirl_dask.testing.local_pool import LocalPool
 from siirl_dask.testing.rows import build_nothing, fill
 from siirl_dask.views.plan import describe
@@ -282,7 +282,7 @@ def test_the_same_comes_out_as_if_images_went_from_node_to_node(
     data, tmp_path, monkeypatch, shape, placement
 ):
     straight, found = kept(data, shape, placement, str(tmp_path / "straight"))
-    monkeypatch.setattr(flow, "is_blob", lambda kind: False)
+    monkeypatch.setattr(columns_of_plans, "is_blob", lambda kind: False)
     along, expected = kept(data, shape, placement, str(tmp_path / "along"))
     assert found == expected
     assert found["same"].to_pylist() == [True] * 12

@@ -9,8 +9,8 @@ import pytest
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import assumed_columns, dags
 from siirl_dask.planner import Node, compile_chains
-from siirl_dask.planner.chain import always_reloaded, reloaded_after
-from siirl_dask.recipes import common
+from siirl_dask.planner.reloads import always_reloaded, reloaded_after
+from siirl_dask.recipes import validation_dag
 from tests.planner.random_dags import same_rows
 
 LEARNS = frozenset({"policy", "reference", "critic"})
@@ -22,7 +22,7 @@ def chain_of(name, *overrides, change=lambda dag: dag, validation=False, placeme
     """
     file = load_config_file(shipped(name), overrides)
     dag = change(dags(file)[0])
-    dag = common.validation(file.config, dag) if validation else dag
+    dag = validation_dag(file.config, dag) if validation else dag
     return compile_chains(dag, ["a", "b"], assumed_columns(file.config), placement).chains["a"]
 
 

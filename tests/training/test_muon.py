@@ -498,5 +498,5 @@ def test_the_planned_memory_is_that_of_one_moment_of_each_matrix(folders, model)
     config = trainer_config(optimizer="muon", ema_decay=0.5)
     planned = held_bytes(on_one_worker(str(folders[model]), config))
     trainer = policy(folders[model], config)
-    held = sum(each.nbytes for each in trainer._learner.state_tensors())
+    held = sum(each.nbytes for each in trainer._learner.optimizer.state_tensors())
     assert planned["optimizer state"] + planned["moving average"] == held

@@ -85,7 +85,8 @@ def weights_on_device(trainer):
 
 
 def state_on_device(trainer):
-    held = [trainer._learner.gradients, *trainer._learner.state_tensors()]
+    optimizer = trainer._learner.optimizer
+    held = [optimizer.gradients.flat, *optimizer.state_tensors()]
     return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
 

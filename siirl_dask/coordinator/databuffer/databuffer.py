@@ -20,15 +20,15 @@ relay
 lay out
     The target allocates its result, each row in its final place (``receive_buffer``, ``arena``).
 fetch
-    The target asks each source, which writes the rows there or sends them (``pull``,
-    ``serving``, ``ragged``).
+    The target asks each source, which writes the rows there or sends them (``pull``, ``fetch``,
+    ``row_server``).
 read
     Rows that a source of the same host shares stay where they are (``shared_tables``).
 by group
     Blobs are fetched once for each group of the target's rows, if they are not here already
     (``shares``).
 ack
-    The target acks the rows at their sources, which free them (``published``).
+    The target acks the rows at their sources, which free them (``acks``).
 
 Requests between workers go through ``transport``. All of them but the ack are reads, which can be
 repeated.
@@ -49,12 +49,8 @@ from siirl_dask.coordinator.databuffer.limits import BufferLimits, CopyThreads, 
 from siirl_dask.coordinator.databuffer.published import Published, spill
 from siirl_dask.coordinator.databuffer.pull import Puller
 from siirl_dask.coordinator.databuffer.relay import Relays, relay_of
-from siirl_dask.coordinator.databuffer.serving import (
-    ExpectedKeys,
-    PublishedSlots,
-    RowServer,
-    Window,
-)
+from siirl_dask.coordinator.databuffer.row_server import RowServer
+from siirl_dask.coordinator.databuffer.serving import ExpectedKeys, PublishedSlots, Window
 from siirl_dask.coordinator.databuffer.shares import (
     GatheredStatistics,
     Shares,
@@ -240,7 +236,7 @@ class Databuffer:
                 )
             # Split its columns up now: no peer waits for that yet, and no two threads can do it at
             # once.
-            await self._copy_threads.run(published.bytes_in_chunks, published.ragged_columns)
+            await self._copy_threads.run(published.bytes_in_chunks, published.columns)
         slot = self._slots.slot(key)
         if not slot.done():  # it is done when the run was aborted
             slot.set_result(published)
@@ -277,16 +273,14 @@ class Databuffer:
             share, row_lengths = await self._shares.of(edge, key, guide, guide_key)
             on_owned()
             if isinstance(share, GroupShare):
-                if edge.rows is not Rows.REPLICATED:
-                    return await pull_groups(
-                        self._puller,
-                        edge,
-                        key,
-                        share,
-                        row_lengths=row_lengths,
-                        already_here=already_here,
-                    )
-                share = share.share
+                return await pull_groups(
+                    self._puller,
+                    edge,
+                    key,
+                    share,
+                    row_lengths=row_lengths,
+                    already_here=already_here,
+                )
             origins = await self._relays.origins(
                 edge, key, share, row_lengths, part=part is not None
             )
@@ -327,7 +321,7 @@ class Databuffer:
                 f"refused {request.op!r} of {len(positions)} rows of edge {request.key.edge}"
             )
         if request.op == Op.ROW_LENGTHS:
-            lengths = published.group_lengths(positions)
+            lengths = published.columns().group_lengths(positions)
             return Reply({}, [pack_ints(lengths_of_group) for lengths_of_group in lengths])
         return await self._row_server.fetch(published, positions, request.body)
 

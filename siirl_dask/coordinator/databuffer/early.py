@@ -117,9 +117,7 @@ class EarlyTraffic:
         rows.close()
         if published.table is not None:
             ids = published.statistics[ROW_ID].tolist()
-            columns = {
-                name: published.ragged_column(name)[0] for name in published.ragged_columns()
-            }
+            columns = published.columns().ragged
             await self._copy_threads.run(published.nbytes, rows.check, ids, columns)
 
     def prefetch(self, edge: Edge, key: TransitionKey) -> None:

@@ -16,11 +16,12 @@ import numpy as np
 import pyarrow as pa
 
 from siirl_dask.config import TransportMode
+from siirl_dask.coordinator.databuffer.acks import Acks
 from siirl_dask.coordinator.databuffer.arena import Arena
 from siirl_dask.coordinator.databuffer.early import EarlyBatch
 from siirl_dask.coordinator.databuffer.fetch import LEAST_IN_FLIGHT, RowFetcher
 from siirl_dask.coordinator.databuffer.limits import BufferLimits, CopyThreads, Traffic
-from siirl_dask.coordinator.databuffer.published import Acks, Published
+from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.receive_buffer import ReceiveBuffer, SourceRows
 from siirl_dask.coordinator.databuffer.row_lengths import (
     MAX_ROW_ELEMENTS,
@@ -199,7 +200,7 @@ class Puller:
         positions = origin.positions
         if worker == self._worker:
             published = await self._own_published(origin.key)
-            return published.group_lengths(positions)
+            return published.columns().group_lengths(positions)
         request = Request(Op.ROW_LENGTHS, origin.key, {"rows": pack_ints(positions)})
         reply = await self._transport.request(worker, request)
         groups = [

@@ -136,15 +136,16 @@ class ReceiveBuffer:
 
     def copy_own(self, rows: SourceRows, published: Published) -> None:
         """Copy this worker's own rows to their places."""
+        own_columns = published.columns()
         plans: dict[tuple[int, int], CopyPlan] = {}
         for name in rows.lengths:
             column = self._columns[name]
-            ragged, group = published.ragged_column(name)
+            group = own_columns.group_of[name]
             key = (group, id(column.layout))
             if key not in plans:
                 targets = column.layout.starts[rows.destinations]
-                plans[key] = published.copy_plan(group, rows.positions, targets)
-            plans[key].copy(ragged.values, column.block.bytes, column.width)
+                plans[key] = own_columns.copy_plan(group, rows.positions, targets)
+            plans[key].copy(own_columns.ragged[name].values, column.block.bytes, column.width)
         self.add_others(rows.destinations, published.other_columns(rows.positions))
 
     def copy_frames(self, rows: SourceRows, subset: Ints, frames: Mapping[str, Frame]) -> None:

@@ -51,7 +51,8 @@ from siirl_dask.schema import IDENTITY
 from siirl_dask.tables import Ints
 
 if TYPE_CHECKING:
-    from siirl_dask.coordinator.databuffer.published import Acks, Published
+    from siirl_dask.coordinator.databuffer.acks import Acks
+    from siirl_dask.coordinator.databuffer.published import Published
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _ALIGNMENT = 64

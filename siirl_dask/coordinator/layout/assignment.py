@@ -137,9 +137,11 @@ def assign_owners(
     of each worker, where they are on several.
     """
     owners = len(edge.targets)
+    if hosts is None:
+        hosts = {}
     costs = row_costs(rows.tokens, quadratic_from)
-    hosts_of_rows = _hosts_of_rows(edge, rows, hosts) if hosts else None
-    preferred = prefers(edge, hosts or {})
+    hosts_of_rows = _hosts_of_rows(edge, rows, hosts)
+    preferred = prefers(edge, hosts)
     homes = preferred_targets(rows.groups, rows.sources, edge) if preferred else _homes(edge, rows)
     match edge.rows:
         case Rows.GROUPED:
@@ -265,10 +267,3 @@ def pull_share(
             "before the branches part"
         )
     return PullShare.of(edge_rows, index)
-
-
-# The groups of an edge by group that one worker pulls: each group of the rows that it owns, once.
-#
-# The source has a row of each group, the guide decides who owns the rows that read it. All targets
-# compute the same, so they also know together how often each row of the source is taken, and ack it
-# so often in all.

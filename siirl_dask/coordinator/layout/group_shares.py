@@ -48,8 +48,9 @@ def group_share(
     edge_rows: EdgeStatistics,
     quadratic_from: int,
     hosts: Hosts | None,
-) -> GroupShare:
-    """Return the groups of ``edge`` of which the worker owns a row, by the statistics of ``guide``.
+) -> GroupShare | PullShare:
+    """Return the groups of ``edge`` of which the worker owns a row, by the statistics of ``guide``;
+    for a replicated edge plain rows, one of each group.
 
     DataError when the guide has rows of groups that the edge has not.
     """
@@ -62,7 +63,7 @@ def group_share(
         raise DataError(f"edge {edge.name}: {missing_groups(unknown, columns, edge.source)}")
     if edge.rows is Rows.REPLICATED:
         rows = np.sort(first[np.isin(groups, wanted)])
-        return GroupShare(PullShare.of(edge_rows, rows), acks={})
+        return PullShare.of(edge_rows, rows)
     owner = assign_owners(guide, guide_rows, quadratic_from, hosts)
     this_worker = edge.targets.index(worker)
     targets = len(edge.targets)

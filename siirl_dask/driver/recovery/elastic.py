@@ -7,14 +7,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from distributed import Client
 
 from siirl_dask.config import Config
 from siirl_dask.driver.clusters.calls import complete
-from siirl_dask.driver.iterations import until_stopped
 from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.recovery.newcomers import Newcomers
 from siirl_dask.driver.recovery.replacement import remove_unusable_workers, start_lost_workers
@@ -22,7 +21,7 @@ from siirl_dask.driver.recovery.resizing import Kind, Kinds, kinds_of, placement
 from siirl_dask.driver.recovery.worker_group import Planner, WorkerGroup
 from siirl_dask.errors import RunError, SiirlError, UserError, WorkerLeft, WorkersJoined
 from siirl_dask.observe import Progress
-from siirl_dask.planner import Iteration
+from siirl_dask.planner import Iteration, Phase
 from siirl_dask.scheduler import free_workers
 
 logger = logging.getLogger("siirl_dask.driver")
@@ -267,3 +266,31 @@ def _kinds(group: WorkerGroup) -> dict[str, Kind]:
 
 def _without(names: Collection[str], workers: Mapping[str, str]) -> dict[str, str]:
     return {name: address for name, address in workers.items() if name not in names}
+
+
+def until_stopped(
+    iterations: Iterable[Iteration], should_stop: Callable[[], bool], steps: int
+) -> Iterator[Iteration]:
+    """Yield the iterations; once ``should_stop()`` is true, end after a training step, its
+    validation and checkpoint.
+
+    That step drains the pipeline. A stop that is asked for after the last of all ``steps`` cuts
+    nothing off: the final validation, checkpoint and test run as well.
+    """
+    stopping = False
+    step = 0
+    for iteration in iterations:
+        kind = iteration.phase.counts_as
+        if kind is Phase.TRAIN:
+            if stopping:
+                yield Iteration(Phase.CHECKPOINT, step, iteration.sequence)
+                return
+            step = iteration.step
+            if should_stop() and step < steps:
+                stopping = True
+                iteration = replace(iteration, drain=True)
+        elif kind in (Phase.VALIDATION, Phase.CHECKPOINT) and not stopping and 0 < step < steps:
+            stopping = should_stop()
+        yield iteration
+        if stopping and kind is Phase.CHECKPOINT:
+            return

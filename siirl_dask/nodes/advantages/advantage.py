@@ -15,12 +15,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
-import torch
 from torch import Tensor
 
 from siirl_dask.algorithms import Outcomes, row_sums
 from siirl_dask.context import Context
-from siirl_dask.errors import DataError
+from siirl_dask.nodes.advantages.reward_parts import reads_parts, reward_parts
+from siirl_dask.nodes.advantages.trials import check_row_advantage, learns_alone
 from siirl_dask.nodes.episodes.sequences import (
     EPISODE_COLUMNS,
     comparison_groups,
@@ -29,7 +29,7 @@ from siirl_dask.nodes.episodes.sequences import (
 )
 from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import packed, response_mask, scatter_valid, values
-from siirl_dask.planner import ContractChanges, columns
+from siirl_dask.planner import columns
 from siirl_dask.schema import (
     ADVANTAGE,
     EPISODE_ID,
@@ -40,7 +40,6 @@ from siirl_dask.schema import (
     RESPONSE_IDS,
     RESPONSE_MASK,
     REWARD,
-    REWARD_PARTS,
     ROW_ID,
     TYPES,
     fields,
@@ -49,90 +48,13 @@ from siirl_dask.schema import (
 _STEP_SEED = -1  # used like a row id, for the seed of a draw for the step as a whole
 
 
-def _check_row_advantage(
-    *, advantage: Callable[[Outcomes], Tensor], parts: tuple[str, ...] = ()
-) -> None:
-    """Call the advantage with no rows, before the run begins. ValueError for a result of the
-    wrong shape.
-    """
-    empty = torch.zeros(0)
-    empty_ids = torch.zeros(0, dtype=torch.int64)
-    outcomes = Outcomes(
-        rewards=empty,
-        group_ids=empty_ids,
-        lengths=empty_ids,
-        baselines=empty,
-        parts=dict.fromkeys(parts, empty),
-    )
-    check_empty(advantage(outcomes), "advantages")
-
-
-def check_empty(tensor: Tensor, name: str) -> None:
-    """Raise ValueError for a result for no rows that is not empty."""
-    if tensor.shape != (0,):
-        raise ValueError(f"{name} have shape {list(tensor.shape)}: expected [0]")
-
-
-def _learns_alone(*, advantage: Callable[[Outcomes], Tensor], parts: tuple[str, ...] = ()) -> bool:
-    """Return whether a single sample of a prompt can get an advantage other than 0.
-
-    False for an advantage that compares the samples of a prompt: a sample of reward 0 that is alone
-    in its group gets 0, and in a group with another sample it does not.
-    """
-    prompts = torch.arange(2)
-    apart = advantage(_two_samples(prompts, parts))
-    together = advantage(_two_samples(torch.zeros_like(prompts), parts))
-    if torch.equal(apart, together):
-        return True
-    return bool(apart[0] != 0)
-
-
-def _two_samples(group_ids: Tensor, parts: tuple[str, ...]) -> Outcomes:
-    rewards = torch.tensor([0.0, 1.0])
-    return Outcomes(
-        rewards=rewards,
-        parts=dict.fromkeys(parts, rewards),
-        group_ids=group_ids,
-        lengths=torch.ones(2, dtype=torch.int64),
-        baselines=torch.full((2,), 0.5),
-    )
-
-
-def _reads_parts(*, parts: tuple[str, ...], **options: object) -> ContractChanges:
-    return ContractChanges(reads=(REWARD_PARTS,) if parts else ())
-
-
-def _reward_parts(table: pa.Table, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return the named parts of the rows' rewards, [R] each."""
-    if not names:
-        return {}
-    if KL_PENALTY in table.column_names:
-        raise DataError(
-            f"parts={[*names]}: a KL in the reward ({KL_PENALTY}) is in none of them; put it into "
-            "the loss (algorithm.kl_coefficient), or leave it out"
-        )
-    parts_of_rows = [dict(parts or ()) for parts in table[REWARD_PARTS].to_pylist()]
-    for row_id, parts in zip(table[ROW_ID].to_pylist(), parts_of_rows, strict=True):
-        for name in names:
-            if parts.get(name) is None:
-                raise DataError(
-                    f"the reward of row {row_id} has no part {name!r} (it has: {sorted(parts)}): "
-                    f"expected a reward function that returns a dict with {[*names]} for every row"
-                )
-    tensors = {}
-    for name in names:
-        values_of_part = [parts[name] for parts in parts_of_rows]
-        tensors[name] = torch.tensor(values_of_part, dtype=torch.float32)
-    return tensors
-
-
 @columns(
     reads=[REWARD, GROUP_ID, RESPONSE_IDS],
     optional=[RESPONSE_MASK, KL_PENALTY, GREEDY_REWARD, *EPISODE_COLUMNS],
     writes=fields(ADVANTAGE),
-    depends_on_options=_reads_parts,
-    trial=_check_row_advantage,
-    learns_alone=_learns_alone,
+    depends_on_options=reads_parts,
+    trial=check_row_advantage,
+    learns_alone=learns_alone,
 )
 def estimate_advantage(
     ctx: Context,
@@ -160,7 +82,7 @@ def estimate_advantage(
     baselines = None
     if GREEDY_REWARD in scored.column_names:
         baselines = sequences.of_last_rows(values(scored[GREEDY_REWARD]))
-    parts_of_rows = _reward_parts(scored, parts)
+    parts_of_rows = reward_parts(scored, parts)
     lengths = row_sums(mask.long(), offsets)
     outcomes = Outcomes(
         rewards=sequences.sums(rewards),

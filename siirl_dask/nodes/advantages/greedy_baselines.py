@@ -1,14 +1,19 @@
-"""Rewards of greedy responses as baselines (ReMax, arXiv:2310.10505)."""
+"""Greedy responses, and their rewards as baselines (ReMax, arXiv:2310.10505)."""
 
 from __future__ import annotations
 
 from math import fsum
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context
 from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS
+from siirl_dask.nodes.generate import route_changes, sample_rows
+from siirl_dask.nodes.prompts import MAX_TOKENS
+from siirl_dask.nodes.sampling import EARLY_COLUMNS, SAMPLED, greedy_sampling, rollout_sampling
 from siirl_dask.planner import columns
 from siirl_dask.schema import (
     AGENT,
@@ -16,6 +21,8 @@ from siirl_dask.schema import (
     GREEDY,
     GREEDY_REWARD,
     GROUP_ID,
+    IMAGES,
+    PROMPT_IDS,
     REWARD,
     TYPES,
     fields,
@@ -23,6 +30,26 @@ from siirl_dask.schema import (
 
 _BaselineKey = tuple[int, str | None]
 """The group and, in a table of episodes, the agent that a baseline is for."""
+
+
+@columns(
+    reads=[PROMPT_IDS],
+    optional=[MAX_TOKENS],
+    if_written=[IMAGES],
+    writes=SAMPLED | fields(GREEDY),
+    depends_on_options=route_changes,
+    expand="rollout.n_and_greedy",
+    groups="kept",
+    early=EARLY_COLUMNS,
+)
+def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
+    """Sample as ``generate`` does, and add each prompt's greedy response, for which the column
+    ``greedy`` is true.
+    """
+    samplings = [rollout_sampling(rollout)] * rollout.n + [greedy_sampling(rollout)]
+    rows = sample_rows(ctx, table, samplings, routes=rollout.router_replay)
+    is_greedy = np.arange(rows.num_rows) % (rollout.n + 1) == rollout.n
+    return rows.append_column(GREEDY, pa.array(is_greedy, TYPES[GREEDY]))
 
 
 @columns(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from siirl_dask.algorithms import TokenAdvantages, TokenOutcomes, moments, whitened
 from siirl_dask.context import Context
-from siirl_dask.nodes.advantages.advantage import check_empty
+from siirl_dask.nodes.advantages.trials import check_empty
 from siirl_dask.nodes.episodes.sequences import (
     EPISODE_COLUMNS,
     comparison_groups,

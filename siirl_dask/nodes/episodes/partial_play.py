@@ -24,6 +24,7 @@ from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Reduce
 from siirl_dask.environments import Session
 from siirl_dask.errors import DataError
+from siirl_dask.nodes.continued.partial_rollout import blob_columns, with_older_ids
 from siirl_dask.nodes.continued.row_progress import RowProgress
 from siirl_dask.nodes.continued.step_rules import StepRule, rule_of_step
 from siirl_dask.nodes.episodes.episode import Episode
@@ -40,7 +41,6 @@ from siirl_dask.nodes.episodes.play_common import (
     log_usage,
     rows_of_new_episodes,
 )
-from siirl_dask.nodes.partial_rollout import blob_columns, with_older_ids
 from siirl_dask.nodes.sampling import log_passes, serve
 from siirl_dask.rollout import LocalQueue, RolloutEngine, processor_of
 from siirl_dask.schema import (

@@ -41,9 +41,15 @@ from siirl_dask.nodes.episodes.play_common import (
     log_usage,
     rows_of_new_episodes,
 )
-from siirl_dask.nodes.generate import rollout_sampling, validation_sampling
+from siirl_dask.nodes.evaluate import validation_sampling
 from siirl_dask.nodes.prompts import MAX_TOKENS
-from siirl_dask.nodes.sampling import EARLY_COLUMNS, log_passes, serve, version_of_items
+from siirl_dask.nodes.sampling import (
+    EARLY_COLUMNS,
+    log_passes,
+    rollout_sampling,
+    serve,
+    version_of_items,
+)
 from siirl_dask.planner import ContractChanges, Groups, KeptRows, columns
 from siirl_dask.rollout import LocalQueue, RolloutEngine, Sampling, processor_of
 from siirl_dask.schema import (

@@ -26,10 +26,10 @@ from siirl_dask.nodes.episodes.agent_rows import (
 )
 from siirl_dask.nodes.episodes.episode_rows import EpisodeCodec, Item
 from siirl_dask.nodes.episodes.episode_table import EPISODE_ROWS
+from siirl_dask.nodes.evaluate import validation_sampling
 from siirl_dask.nodes.failures import GIVEN_UP, check_failures, failed_episodes
-from siirl_dask.nodes.generate import rollout_sampling, validation_sampling
 from siirl_dask.nodes.prompts import MAX_TOKENS, token_limits
-from siirl_dask.nodes.sampling import log_passes
+from siirl_dask.nodes.sampling import log_passes, rollout_sampling
 from siirl_dask.planner import columns, reads_option
 from siirl_dask.rewards import Score, score_of
 from siirl_dask.rollout import LocalQueue, RolloutEngine, Sampling

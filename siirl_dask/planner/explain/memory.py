@@ -22,7 +22,8 @@ from siirl_dask.planner.chain import (
     Send,
     Stream,
 )
-from siirl_dask.planner.column_flow import DATA, Column, NodeColumns
+from siirl_dask.planner.column import DATA, Column
+from siirl_dask.planner.column_flow import NodeColumns
 from siirl_dask.planner.explain.sizes import TableSizes, rows_made, times_of, width_of
 from siirl_dask.planner.node import Rows
 from siirl_dask.planner.weight_streams import handle_tensors

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from siirl_dask.planner.chain import Edge, Plan
-from siirl_dask.planner.column_flow import DATA
+from siirl_dask.planner.column import DATA
 from siirl_dask.planner.contract import option_at
 from siirl_dask.planner.node import Node, Rows
 from siirl_dask.schema import (

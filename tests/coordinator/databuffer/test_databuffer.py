@@ -66,7 +66,7 @@ def test_rows_that_share_a_blob_are_published_without_copies_of_it(way):
     published = Published(row_statistics(table, 0), table, table.num_rows)
     assert published.nbytes < blobs.nbytes + 2**16 < whole["image"].nbytes / 4
     before = pa.total_allocated_bytes()
-    published.ragged_columns()
+    published.columns()
     assert pa.total_allocated_bytes() - before < 2**16
     got, _, _ = asyncio.run(move(e, {"0": table}, way))
     assert pa.concat_tables(got.values()).sort_by("row_id").equals(whole)

@@ -28,9 +28,10 @@ from siirl_dask.nodes.sampling import (
     build_requests,
     generate_all,
     make_requests,
+    rollout_sampling,
     serve_named,
 )
-from siirl_dask.rollout import FinishReason, RolloutEngine, Sampling
+from siirl_dask.rollout import FinishReason, RolloutEngine
 from siirl_dask.schema import (
     FINISH_REASON,
     GROUP_ID,
@@ -68,16 +69,11 @@ class _UnfinishedResponse:
     samples: list[PartialSample]
 
 
-def generate_partial(
-    ctx: Context,
-    table: pa.Table,
-    samplings: Sequence[Sampling],
-    rollout: RolloutConfig,
-) -> pa.Table:
+def generate_partial(ctx: Context, table: pa.Table, rollout: RolloutConfig) -> pa.Table:
     """Return the rows of the groups that the step takes, whose samples have all ended; the others
     stay in the node's state.
     """
-    rows, requests = make_requests(ctx, table, samplings)
+    rows, requests = make_requests(ctx, table, [rollout_sampling(rollout)] * rollout.n)
     samples = [PartialSample(request) for request in requests]
     earlier: _UnfinishedResponse | None = ctx.state.pop(_UNFINISHED, None)
     if earlier is not None:
@@ -114,7 +110,7 @@ def generate_partial(
     return _finished_rows(ctx, rows_where(rows, complete), list(compress(samples, complete)))
 
 
-def pack_unfinished(ctx: Context) -> pa.Table:
+def pack_unfinished(ctx: Context, **options: object) -> pa.Table:
     """Return the rows that continue in the next step with their partial samples; an empty table
     where none do.
     """
@@ -139,7 +135,9 @@ def pack_unfinished(ctx: Context) -> pa.Table:
     return once_per_group(rows, blob_columns(rows))
 
 
-def unpack_unfinished(ctx: Context, table: pa.Table, samplings: Sequence[Sampling]) -> None:
+def unpack_unfinished(
+    ctx: Context, table: pa.Table, *, rollout: RolloutConfig, **options: object
+) -> None:
     """Put the rows of ``pack_unfinished`` into the node's state, to be continued in the next step.
 
     DataError when they are not such rows.
@@ -149,7 +147,7 @@ def unpack_unfinished(ctx: Context, table: pa.Table, samplings: Sequence[Samplin
         raise DataError(f"the samples that were kept for later steps lack {missing}")
     table = filled_by_group(table, blob_columns(table))
     rows = table.drop_columns([*_PARTIAL_COLUMNS])
-    requests = build_requests(ctx, rows, samplings)
+    requests = build_requests(ctx, rows, [rollout_sampling(rollout)] * rollout.n)
     partial_rows = table.select([*_PARTIAL_COLUMNS]).cast(pa.schema(_PARTIAL_COLUMNS)).to_pylist()
     samples: list[PartialSample] = []
     for request, row in zip(requests, partial_rows, strict=True):
