@@ -83,6 +83,13 @@ class VllmConfig:
                 f"rollout.vllm.engine_kwargs.tensor_parallel_size={size}: the workers of an engine "
                 f"are the run's; give rollout.tensor_parallel_size={size} instead"
             )
+        for name in ("kv_transfer_config", "kv_offloading_size"):
+            if self.engine_kwargs.get(name) is not None:
+                raise ConfigError(
+                    f"rollout.vllm.engine_kwargs.{name}: vLLM would take keys and values to a place "
+                    "outside its cache, and read prompts from those of older weights there; leave it "
+                    "out"
+                )
 
 
 @dataclass(kw_only=True, slots=True)

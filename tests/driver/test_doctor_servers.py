@@ -48,6 +48,11 @@ class Described(BaseHTTPRequestHandler):
         self.send_response(405 if generates else 404)
         self.end_headers()
 
+    def do_POST(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"results": [{"model_type": "qwen3"}]}')
+
     def log_message(self, *words):
         pass
 
@@ -77,6 +82,7 @@ def describe(server, extension=EXTENSION, **model):
             "device_config": {"device": "cpu"},
             "parallel_config": {"worker_extension_cls": extension},
             "speculative_config": None,
+            "kv_transfer_config": None,
         }
     }
 

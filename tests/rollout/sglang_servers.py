@@ -24,6 +24,7 @@ ARGUMENTS = {
     "weight_cache_mode": "off",
     "disaggregation_mode": "null",
     "weight_version": "default",
+    "json_model_override_args": "{}",
     "enable_fp32_lm_head": False,
     "dtype": "float32",
     "device": "cuda",

@@ -61,6 +61,7 @@ def test_a_vllm_that_cannot_be_imported_is_one_clear_error(tmp_path):
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0: expected at least 1"),
         ({"kv_cache_memory": "lots"}, "kv_cache_memory='lots': expected a number of bytes"),
         ({"kv_cache_memory": "9kB"}, "kv_cache_memory='9kB': expected at least 1MiB"),
+        ({"engine_kwargs": {"kv_offloading_size": 4}}, "engine_kwargs.kv_offloading_size: vLLM"),
         (
             {"engine": Engine.transformers, "engine_kwargs": {"seed": 1}},
             "engine_kwargs.* rollout.engine is transformers",

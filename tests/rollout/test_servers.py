@@ -7,12 +7,14 @@ import json
 import re
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Queue
 from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
 import torch
@@ -45,8 +47,9 @@ from siirl_dask.rollout.server_engine.answers import read_vllm_answer
 from siirl_dask.rollout.server_engine.balance import choose_server
 from siirl_dask.rollout.server_engine.connection import OutOfReachError, SilentError
 from siirl_dask.rollout.server_engine.engine import ServerEngine
+from siirl_dask.rollout.server_engine.examination import examine_servers
 from siirl_dask.rollout.server_engine.serve import arguments
-from siirl_dask.rollout.server_engine.vllm_server import SAMPLER, VllmServer
+from siirl_dask.rollout.server_engine.vllm_server import EXTENSION, SAMPLER, VllmServer
 from siirl_dask.rollout.server_engine.weight_folder import WeightFolder
 from siirl_dask.rollout.vllm_engine.row_parameters import EXACT, RAW
 
@@ -180,7 +183,7 @@ def test_an_answer_is_read_as_a_response_with_the_label_of_its_weights():
     [
         ([], "has not the form"),
         ({"choices": []}, "expected one choice"),
-        (answer_of([5], [0.5], "abort"), "ended by something else"),
+        (answer_of([5], [0.5], "error"), "ended by something else"),
         (answer_of([5], [0.5], weight_versions=None), "has not the form"),
         (answer_of([5], [0.5], token_ids=[6]), "other tokens than it sampled"),
         (answer_of([-5], [0.5]), "expected a token"),
@@ -214,7 +217,7 @@ def test_what_vllm_writes_for_a_log_prob_that_is_not_finite_is_none():
 
 def test_weights_are_written_in_buckets_and_what_dead_engines_left_is_removed(tmp_path):
     weights = {f"layer.{index}": torch.randn(10, 10) for index in range(5)}
-    first = WeightFolder(str(tmp_path), bucket=900)
+    first = WeightFolder(str(tmp_path), bucket=900, engine="1" * 32)
     folder = first.write(weights.items(), 1)
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) == 3
@@ -223,10 +226,10 @@ def test_weights_are_written_in_buckets_and_what_dead_engines_left_is_removed(tm
     assert all(torch.equal(read[name], weights[name]) for name in weights)
     newer = first.write(weights.items(), 2)
     first.keep_only(newer)
-    second = WeightFolder(str(tmp_path), bucket=900)
+    second = WeightFolder(str(tmp_path), bucket=900, engine="2" * 32)
     assert newer.is_dir(), "another engine's folder stays while that one lives"
     first._lock.release()  # as the death of its process does
-    third = WeightFolder(str(tmp_path), bucket=900)
+    third = WeightFolder(str(tmp_path), bucket=900, engine="3" * 32)
     assert not newer.exists()
     second.close()
     third.close()
@@ -236,7 +239,7 @@ def test_weights_are_written_in_buckets_and_what_dead_engines_left_is_removed(tm
 def test_engines_that_start_together_leave_each_others_folders_alone(tmp_path):
     with ThreadPoolExecutor(8) as threads:
         for _ in range(20):
-            made = [threads.submit(WeightFolder, str(tmp_path), 900) for _ in range(8)]
+            made = [threads.submit(WeightFolder, str(tmp_path), 900, uuid4().hex) for _ in range(8)]
             folders = [each.result() for each in made]
             assert len(list(tmp_path.glob("siirl-weights-*"))) == 8
             for folder in folders:
@@ -247,7 +250,22 @@ def test_engines_that_start_together_leave_each_others_folders_alone(tmp_path):
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_configuration(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="weights_folder"):
-        WeightFolder(str(tmp_path / "file"), bucket=1)
+        WeightFolder(str(tmp_path / "file"), bucket=1, engine="1" * 32)
+
+
+def test_the_weights_of_an_engine_on_another_host_are_not_taken_for_a_dead_ones(tmp_path):
+    """Its lock is free for whoever does not see it, as on a mount whose locks are local."""
+    other = "a" * 32
+    away = tmp_path / f"siirl-weights-{'0' * 16}-{other}"
+    away.mkdir()
+    folder = WeightFolder(str(tmp_path), bucket=900, engine="1" * 32)
+    assert away.is_dir()
+    for label in ("default", "", "*", "../" + other, other[:-1]):
+        folder.remove_of(label)
+    assert away.is_dir()
+    folder.remove_of(other)
+    folder.close()
+    assert not list(tmp_path.iterdir())
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -282,16 +300,24 @@ class Answers(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def http():
+@contextmanager
+def http_server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     server.asked = []
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def http():
+    with http_server() as server:
+        yield server
 
 
 def asked(http, *answers, patience=5.0):
@@ -302,7 +328,9 @@ def asked(http, *answers, patience=5.0):
     async def ask():
         server = VllmServer(f"http://127.0.0.1:{http.server_port}", rollout, 2, lambda: None)
         try:
-            return await server.generate("/inference/v1/generate", {"token_ids": [1]})
+            return await server.generate(
+                "/inference/v1/generate", {"token_ids": [1]}, lambda it: it
+            )
         finally:
             server.close()
 
@@ -351,6 +379,15 @@ class VllmAnswers:
         self.device = device
         self.more = {"hf_overrides": {}} | more
         self.loaded = "default"
+        self.paused = False
+        self.transfers = None
+        self.config = None
+        """Config of its model, which it says with the extension; None: it has none."""
+        self.refusals = []
+        """Answers to the next requests to load weights, in place of 200."""
+        self.forgets = [True]
+        """Whether it forgets keys and values of the weights before: each time, and then the last."""
+        self.loads = 0
 
     def __call__(self, path, body):
         match path.partition("?")[0]:
@@ -360,9 +397,25 @@ class VllmAnswers:
                 model["logits_processors"] = self.processors
                 model |= self.more
                 config = {"model_config": model, "device_config": {"device": self.device}}
-                config["parallel_config"] = {"worker_extension_cls": None}
+                extension = None if self.config is None else EXTENSION
+                config["parallel_config"] = {"worker_extension_cls": extension}
                 config["speculative_config"] = self.speculation
+                config["kv_transfer_config"] = self.transfers
                 return 200, {"vllm_config": config}
+            case "/pause":
+                self.paused = True
+            case "/resume":
+                self.paused = False
+            case "/is_paused":
+                return 200, {"is_paused": self.paused}
+            case "/collective_rpc" if body["method"] == "siirl_model_config":
+                return 200, {"results": [self.config]}
+            case "/collective_rpc":
+                self.loads += 1
+                return self.refusals.pop(0) if self.refusals else (200, b"")
+            case "/reset_prefix_cache":
+                forgot = self.forgets.pop(0) if len(self.forgets) > 1 else self.forgets[0]
+                return 200, {"success": forgot}
             case "/update_weight_version":
                 self.loaded = body["new_version"]
             case "/weight_info":
@@ -391,12 +444,13 @@ def examined(http, model):
 
 
 @contextmanager
-def engine_over(http, folder, weights, answers, **settings):
-    """An engine over a server that answers so."""
-    http.answers = answers
-    config = ServerConfig(
-        urls=[f"http://127.0.0.1:{http.server_port}"], weights_folder=str(weights)
-    )
+def engine_over(http, folder, weights, answers, *others, **settings):
+    """An engine over a server that answers so; with ``others`` over several, and a list of answers."""
+    urls = []
+    for server in [http, *others]:
+        server.answers = answers.pop(0) if isinstance(answers, list) else answers
+        urls.append(f"http://127.0.0.1:{server.server_port}")
+    config = ServerConfig(urls=urls, weights_folder=str(weights))
     rollout = RolloutConfig(engine=Engine.server, server=config, **settings)
     model = ModelConfig(path=str(folder), dtype=Dtype.float32)
     engine = ServerEngine(model, rollout, Device("w0"), Rank())
@@ -482,6 +536,161 @@ def test_a_server_that_drafts_tokens_is_refused(http, digits_task, tmp_path):
         pass
 
 
+def test_a_server_that_could_not_load_weights_is_not_left_paused(http, digits_task, tmp_path):
+    """Whoever asks it would wait for ever: the run has ended, and nobody else lets it go on."""
+    answers = VllmAnswers()
+    weights = load_file(digits_task.model / "model.safetensors")
+    with engine_over(http, digits_task.model, tmp_path, answers) as engine:
+        answers.refusals = [(400, b"no such method")]
+        with pytest.raises(RunError, match=r"no such method.*'loading .*it goes on with some of"):
+            engine.load_weights(weights.items(), 1)
+        assert not answers.paused
+        with pytest.raises(RunError, match="cannot be used any more"):
+            engine.serve(LocalQueue([REQUEST]))
+
+
+def test_a_server_is_not_left_paused_where_another_one_fails(http, digits_task, tmp_path):
+    class Slow(VllmAnswers):
+        def __call__(self, path, body):
+            if path == "/collective_rpc" and self.loads:
+                time.sleep(0.2)
+            return super().__call__(path, body)
+
+    both = [VllmAnswers(), Slow()]
+    weights = load_file(digits_task.model / "model.safetensors")
+    with (
+        http_server() as second,
+        engine_over(http, digits_task.model, tmp_path, [*both], second) as engine,
+    ):
+        both[0].refusals = [(400, b"no such method")]
+        with pytest.raises(RunError, match="no such method"):
+            engine.load_weights(weights.items(), 1)
+        assert [answers.paused for answers in both] == [False, False]
+
+
+def test_a_server_whose_worker_was_killed_while_it_loaded_weights_goes_on_with_the_next_engine(
+    http, digits_task, tmp_path
+):
+    """The files of that worker's weights go as well, whatever host it was on."""
+    dead = "d" * 32
+    left = tmp_path / f"siirl-weights-{'0' * 16}-{dead}" / "version=3"
+    left.mkdir(parents=True)
+    answers = VllmAnswers()
+    answers.paused = True
+    answers.loaded = f"loading {dead}-3"
+    http.answers = answers
+    config = ServerConfig(
+        urls=[f"http://127.0.0.1:{http.server_port}"], weights_folder=str(tmp_path)
+    )
+    model = ModelConfig(path=str(digits_task.model), dtype=Dtype.float32)
+    rollout = RolloutConfig(engine=Engine.server, server=config)
+    (found,) = examine_servers(Config(model=model, rollout=rollout))
+    assert "it is paused" in found.said
+    with engine_over(http, digits_task.model, tmp_path, answers):
+        assert not answers.paused
+        assert not left.exists()
+
+
+def test_weights_are_loaded_again_where_a_server_has_keys_of_those_before(
+    http, digits_task, tmp_path
+):
+    """They would be mixed with queries of the new ones, and nothing else tells."""
+    answers = VllmAnswers()
+    answers.forgets = [False, True]
+    with engine_over(http, digits_task.model, tmp_path, answers):
+        assert answers.loads == 2
+
+
+def test_other_weights_of_the_same_version_are_told_from_those_before(http, digits_task, tmp_path):
+    """As two agents' adapters are, which take turns on one engine."""
+    answers = VllmAnswers()
+    weights = load_file(digits_task.model / "model.safetensors")
+    with engine_over(http, digits_task.model, tmp_path, answers) as engine:
+        engine.load_weights(weights.items(), 1)
+        before = answers.loaded
+        engine.load_weights(weights.items(), 1)
+        assert answers.loaded != before
+        answers.labels = [before]
+        queue = LocalQueue([REQUEST])
+        engine.serve(queue)
+        assert len(queue.results()) == 1
+        assert not answers.labels
+    asked = [path for path, body in http.asked if path.endswith("/generate") and body]
+    assert len(asked) == 2
+
+
+def test_an_engine_takes_no_weights_to_a_server_that_somebody_else_has_by_now(
+    http, digits_task, tmp_path
+):
+    answers = VllmAnswers()
+    weights = load_file(digits_task.model / "model.safetensors")
+    with engine_over(http, digits_task.model, tmp_path, answers) as engine:
+        answers.loaded = "another-1"
+        with pytest.raises(RunError, match="somebody else has replaced its weights"):
+            engine.load_weights(weights.items(), 1)
+        assert answers.loads == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 7, "dtype": "bfloat16", "unknown": 1}, None),
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps is 0.001 there"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+            "rope_parameters.rope_theta is 1000000.0 there and 10000.0 here",
+        ),
+    ],
+)
+@pytest.mark.parametrize("says_it", [True, False])
+def test_a_server_of_another_model_that_takes_the_weights_is_refused(
+    http, digits_task, tmp_path, changed, said, says_it
+):
+    """It says its config with the extension; without it, its folder may be here."""
+    config = json.loads((digits_task.model / "config.json").read_text()) | changed
+    answers = VllmAnswers()
+    if says_it:
+        answers.config = config
+    else:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        answers.more["model"] = str(tmp_path)
+    http.answers = answers
+    expected = nullcontext()
+    if said is not None:
+        expected = pytest.raises(ConfigError, match=re.escape(said))
+    with expected:
+        examined(http, ModelConfig(path=str(digits_task.model), dtype=Dtype.float32))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"architectures": ["Another"], "head_dtype": "float32"}, None),
+        ({"rope_theta": 1e6}, "by its --hf-overrides"),
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps is 0.001 there"),
+    ],
+)
+def test_a_server_with_overrides_of_its_models_config_is_refused(
+    http, digits_task, overrides, said
+):
+    http.answers = VllmAnswers(hf_overrides=overrides)
+    expected = nullcontext()
+    if said is not None:
+        expected = pytest.raises(ConfigError, match=re.escape(said))
+    with expected:
+        examined(http, ModelConfig(path=str(digits_task.model), dtype=Dtype.float32))
+
+
+def test_a_server_that_has_keys_outside_its_cache_is_refused(http, digits_task):
+    """Some of these places cannot forget: prompts would be read from keys of older weights."""
+    answers = VllmAnswers()
+    answers.transfers = {"kv_connector": "OffloadingConnector"}
+    http.answers = answers
+    with pytest.raises(ConfigError, match="--kv-offloading-size"):
+        examined(http, ModelConfig(path=str(digits_task.model), dtype=Dtype.float32))
+
+
 class Clock:
     """The time, of which a server's answers take so much that the test says."""
 
@@ -529,6 +738,26 @@ def test_the_patience_is_for_a_server_that_is_out_of_reach_and_not_for_a_long_re
         assert asyncio.run(server.patiently("/generate", attempt)) == "answered"
 
 
+def test_a_server_whose_engine_has_died_has_time_to_end_before_it_has_failed(monkeypatch):
+    """Until it ends it answers each request at once, with 500."""
+    clock = Clock()
+    monkeypatch.setattr(connection, "time", clock)
+    monkeypatch.setattr(
+        connection, "asyncio", SimpleNamespace(sleep=clock.sleep, Lock=asyncio.Lock)
+    )
+
+    async def attempt():
+        if clock.now < 1:
+            raise connection._FailedError("500 the engine is dead")
+        if clock.now < 60:
+            raise OutOfReachError("connection refused")
+        return "answered"
+
+    rollout = RolloutConfig(engine=Engine.server, server=SERVER)
+    server = VllmServer(URL, rollout, 2, lambda: None)
+    assert asyncio.run(server.patiently("/generate", attempt)) == "answered"
+
+
 def test_a_server_that_gives_no_answer_in_time_is_one_that_is_silent(http):
     http.answers = [(None, Queue())]
     config = replace(SERVER, timeout=0.2)
@@ -573,6 +802,31 @@ def test_a_response_of_other_weights_is_asked_for_again(http, digits_task, tmp_p
     assert served(http, digits_task.model, tmp_path, answers).token_ids == [5] * 4
     asked = [path for path, body in http.asked if path.endswith("/generate") and body]
     assert len(asked) == 3
+
+
+def test_a_response_that_a_server_ends_as_it_is_stopped_is_asked_for_again(
+    http, digits_task, tmp_path
+):
+    """Its first tokens are never taken, nor do they end the run, which goes on with the next server
+    there.
+    """
+
+    class Stopping(VllmAnswers):
+        ends = 2
+
+        def __call__(self, path, body):
+            status, answer = super().__call__(path, body)
+            if path.endswith("/generate") and body is not None and self.ends:
+                self.ends -= 1
+                answer = answer_of([5], [0.5], "abort", label=self.loaded)
+            return status, answer
+
+    answers = Stopping()
+    assert served(http, digits_task.model, tmp_path, answers).token_ids == [5] * 4
+    answers = Stopping()
+    answers.ends = 3
+    with pytest.raises(RunError, match="it has failed 3 times: it has ended the response"):
+        served(http, digits_task.model, tmp_path, answers)
 
 
 def test_a_server_whose_answers_are_never_of_its_weights_is_named(http, digits_task, tmp_path):

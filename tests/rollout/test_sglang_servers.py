@@ -20,7 +20,7 @@ from siirl_dask.config import (
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout import FinishReason, GenerationRequest, LocalQueue, Sampling, check_engine
-from siirl_dask.rollout.server_engine.answers import read_sglang_answer
+from siirl_dask.rollout.server_engine.answers import EndedByServerError, read_sglang_answer
 from siirl_dask.rollout.server_engine.engine import ServerEngine
 from siirl_dask.rollout.server_engine.examination import examine_servers
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, tiny_model
@@ -143,6 +143,7 @@ def test_a_server_that_cannot_load_weights_ends_the_run_with_its_words(
         ({"weight_cache_mode": "client"}, "takes no new weights"),
         ({"disaggregation_mode": "prefill"}, "two servers"),
         ({"weight_version": "mine"}, "--weight-version is 'mine'"),
+        ({"json_model_override_args": '{"rope_theta": 1}'}, "--json-model-override-args is"),
         ({"dtype": "bfloat16"}, "--dtype is bfloat16, and model.dtype is float32"),
         ({"dtype": "auto"}, "start it with --dtype float32"),
         ({"enable_fp32_lm_head": True}, "model.float32_head is False"),
@@ -174,6 +175,13 @@ def test_a_server_of_the_other_kind_is_refused_with_the_key_to_change(server, se
     assert "rollout.sampler=sglang" in found.said
 
 
+def test_a_response_that_a_server_has_ended_is_told_from_one_of_another_form():
+    """It is asked for again: of another form none would be."""
+    ended = {"type": "abort", "message": "the server is shutting down"}
+    with pytest.raises(EndedByServerError, match="the server is shutting down"):
+        read_sglang_answer(answer_of([5], [-0.5], finish_reason=ended), REQUEST, {6}, URL)
+
+
 def answer_of(tokens, logprobs, reason="length", **more):
     pairs = [[logprob, token, None] for token, logprob in zip(tokens, logprobs, strict=True)]
     meta = {"output_token_logprobs": pairs, "finish_reason": {"type": reason}}
@@ -197,7 +205,7 @@ def test_an_answer_is_read_with_the_labels_of_all_weights_that_sampled_it():
     [
         ([], "has not the form"),
         ({"output_ids": [5]}, "has not the form"),
-        (answer_of([5], [-0.5], "abort"), "ended by something else"),
+        (answer_of([5], [-0.5], "error"), "ended by something else"),
         (
             answer_of([6], [-0.5], finish_reason={"type": "stop", "matched": "NaN happened"}),
             "logits that are not finite",

@@ -196,6 +196,8 @@ class Recorder:
     def __init__(self):
         core = SimpleNamespace(shutdown=lambda: None)
         self.calls = []
+        self.holds_blocks = False
+        """Whether keys and values cannot be forgotten."""
         self.llm_engine = SimpleNamespace(
             engine_core=core,
             model_config=SimpleNamespace(max_model_len=64),
@@ -213,6 +215,7 @@ class Recorder:
 
     def reset_prefix_cache(self):
         self.calls.append("forget prefixes")
+        return not self.holds_blocks
 
     def apply_model(self, function):
         return [function(torch.nn.Module())]
@@ -246,6 +249,16 @@ def test_features_of_images_that_older_weights_have_made_are_forgotten(folder):
     engine.processor = object()  # as of an engine whose prompts may show images
     engine.load_weights(weights.items(), 1)
     assert engine.calls() == [*reload, "forget images"]
+
+
+def test_keys_of_older_weights_that_stay_end_the_use_of_the_engine(folder):
+    """vLLM would answer later prompts from them."""
+    engine, weights, _ = recorded(folder)
+    engine._llm.holds_blocks = True
+    with pytest.raises(RunError, match="keeps keys and values"):
+        engine.load_weights(weights.items(), 1)
+    with pytest.raises(RunError, match="cannot be used any more"):
+        engine.load_weights(weights.items(), 2)
 
 
 def generate(engine):

@@ -4,6 +4,7 @@ call alike.
 
 import time
 from contextlib import contextmanager
+from multiprocessing.shared_memory import SharedMemory
 
 import pytest
 import torch
@@ -68,14 +69,31 @@ def test_a_model_that_two_ranks_cannot_share_fails_on_both(models):
         engine_of(models / "odd")
 
 
-def test_a_rank_without_memory_ends_the_start_of_both_with_its_reason(models):
-    """The other one waits for it, and would else say that its peer is gone."""
+@pytest.fixture
+def shared_files(monkeypatch):
+    """Sizes of the files in shared memory that are made or opened, in bytes."""
+    sizes = []
+    usual = SharedMemory.__init__
+
+    def note(self, name=None, create=False, size=0, **more):
+        usual(self, name, create, size, **more)
+        sizes.append(self.size)
+
+    monkeypatch.setattr(SharedMemory, "__init__", note)
+    return sizes
+
+
+def test_a_rank_without_memory_ends_the_start_of_both_with_its_reason(models, shared_files):
+    """The other one waits for it, and would else say that its peer is gone. Nor has a start queues in
+    shared memory, of megabytes, which would stay there where it is killed.
+    """
     began = time.monotonic()
     size = ("64MiB", "200TiB")[place().rank]
     with pytest.raises(ConfigError, match=r"vLLM cannot run it.*memory") as ended:
         engine_of(models / "tied", kv_cache_memory=size)
     assert time.monotonic() - began < 120
     assert ("rank 1 of 2: " in str(ended.value)) == (place().rank == 0)
+    assert max(shared_files, default=0) < 2**16
 
 
 class TestTwoRanks(EngineTests):

@@ -13,6 +13,8 @@ from siirl_dask.rollout.engine import FinishReason, Generation, GenerationReques
 from siirl_dask.rollout.vllm_engine.row_parameters import EXACT
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_ENDED_BY_SERVER = "abort"
+"""Reason of a response that a server has ended, of either kind: it stops, or somebody asked it to."""
 _MOST_TOKENS = 2**31
 """Tokens that any vocabulary may have."""
 _VLLMS_NOT_FINITE = -9999.0
@@ -21,6 +23,10 @@ _SGLANGS_NOT_FINITE = "NaN happened"
 """Reason by which SGLang ends a response whose logits are no numbers; it puts an end token last."""
 _SHOWN = 200
 """Characters of an error that may have a server's own words."""
+
+
+class EndedByServerError(Exception):
+    """A server has ended a response itself; it may give all of it another time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +48,14 @@ def read_vllm_answer(
     """Return the response in what ``/inference/v1/generate`` of vLLM's server at ``url`` answers.
     ``ends`` are the tokens that end any response, ``mode`` is the server's ``logprobs_mode``.
 
-    RunError for an answer of another form, for log-probs that are missing or not finite, and for a
-    response that ended otherwise than by its end or its length.
+    EndedByServerError for a response that the server has ended. RunError for an answer of another
+    form, for log-probs that are missing or not finite, and for a response that ended otherwise than
+    by its end or its length.
     """
     try:
         choice = _mapping(_only(_mapping(found)["choices"]))
+        if choice["finish_reason"] == _ENDED_BY_SERVER:
+            raise EndedByServerError("it has ended the response before its end")
         tokens = [_token(token) for token in _sequence(choice["token_ids"])]
         content = _sequence(_mapping(choice["logprobs"])["content"])
         chosen = [_mapping(each) for each in content]
@@ -72,12 +81,16 @@ def read_sglang_answer(
     ends: Collection[int],
     url: str,
 ) -> ServedResponse:
-    """Return the response in what ``/generate`` of SGLang's server at ``url`` answers. RunError as
+    """Return the response in what ``/generate`` of SGLang's server at ``url`` answers. Errors as
     ``read_vllm_answer``.
     """
     try:
         answer = _mapping(found)
         meta = _mapping(answer["meta_info"])
+        ended_by = _mapping(meta["finish_reason"])
+        if ended_by["type"] == _ENDED_BY_SERVER:
+            said = str(ended_by.get("message"))
+            raise EndedByServerError(f"it has ended the response: {said:.{_SHOWN}}")
         tokens = [_token(token) for token in _sequence(answer["output_ids"])]
         chosen = [_sequence(each) for each in _sequence(meta["output_token_logprobs"])]
         logprobs = [_sglangs_logprob(each[0]) for each in chosen]
@@ -86,7 +99,6 @@ def read_sglang_answer(
         if "weight_versions" in meta:  # there where weights were replaced meanwhile
             spans = _sequence(meta["weight_versions"])
             labels |= {str(_mapping(span)["version"]) for span in spans}
-        ended_by = _mapping(meta["finish_reason"])
         reason = _REASONS[ended_by["type"]]
     except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise _other_form(url, "SGLang 0.5.23's", error) from error

@@ -12,18 +12,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from siirl_dask.config import ModelConfig, ServerConfig
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout.engine import GenerationRequest
-from siirl_dask.rollout.server_engine.answers import ServedResponse
+from siirl_dask.rollout.server_engine.answers import EndedByServerError, ServedResponse
 
 if TYPE_CHECKING:
     from tornado.httpclient import HTTPResponse
 
     from siirl_dask.http_client import EndingClient
 
+_T = TypeVar("_T")
 logger = logging.getLogger("siirl_dask.rollout")
 _LARGEST = 256 * 2**20
 """Bytes of an answer, at most."""
@@ -31,6 +32,9 @@ SHOWN = 500
 """Characters of a server's own words in an error, at most."""
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
+_PAUSE_OF_FAILED = 0.5
+"""Seconds before a server that failed at a request is asked again, at least: one whose engine has ended
+says so to whoever asks, until it has ended as well."""
 _OUT_OF_REACH = (429, 502, 503, 504)
 """Statuses of a server that has too much to do, starts, ends, or is behind a proxy that does not reach
 it."""
@@ -38,6 +42,8 @@ _FAILURES = 3
 """Times that a server may fail at one request, or end while it works at it."""
 _CONNECT_SECONDS = 20.0
 """Most seconds for a connection."""
+LOADING = "loading "
+"""Begins the label of weights while a server loads them."""
 
 
 class OutOfReachError(Exception):
@@ -130,22 +136,41 @@ class Server(ABC):
             raise RunError(f"{self.url}: {path} gave {found!r:.200}; expected weight_version")
         return label
 
-    async def generate(self, path: str, body: dict[str, Any]) -> Any:
-        """Return the answer to a request for a response."""
+    async def generate(
+        self, path: str, body: dict[str, Any], read: Callable[[Any], ServedResponse]
+    ) -> ServedResponse:
+        """Return the response that ``read`` finds in the answer to a request. A server that has ended
+        it itself has failed at it, and is asked again.
+        """
+
+        async def attempt() -> ServedResponse:
+            answer = await self.ask_once("POST", path, body)
+            try:
+                return read(answer)
+            except EndedByServerError as error:
+                raise _FailedError(str(error)) from error
+
         self.under_way += 1
         try:
-            return await self.ask("POST", path, body)
+            return await self.patiently(path, attempt)
         finally:
             self.under_way -= 1
 
-    async def describe(self, path: str, *, patiently: bool) -> Any:
+    async def describe(
+        self,
+        path: str,
+        *,
+        patiently: bool,
+        method: str = "GET",
+        body: object = None,
+    ) -> Any:
         """Return a server's description of itself, as plain data. ConfigError, without
         ``patiently``, where it does not answer at once.
         """
         if patiently:
-            return await self.ask("GET", path)
+            return await self.ask(method, path, body)
         try:
-            return await self.ask_once("GET", path)
+            return await self.ask_once(method, path, body)
         except (OutOfReachError, _FailedError) as error:
             raise ConfigError(f"{self.url}: it does not answer: {error}") from error
 
@@ -161,7 +186,7 @@ class Server(ABC):
         """
         return await self.patiently(path, lambda: self.ask_once(method, path, body))
 
-    async def patiently(self, path: str, attempt: Callable[[], Awaitable[Any]]) -> Any:
+    async def patiently(self, path: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
         """Return what ``attempt`` returns, which is called again while the server is out of reach.
 
         A server that had it under way for longer than a connection takes was in reach until then:
@@ -186,6 +211,7 @@ class Server(ABC):
                     pause = _FIRST_PAUSE
             except _FailedError as error:
                 problem = str(error)
+                pause = max(pause, _PAUSE_OF_FAILED)
             if has_failed:
                 failures += 1
             if failures >= _FAILURES:
@@ -232,7 +258,7 @@ class Server(ABC):
         except OSError as error:
             raise OutOfReachError(str(error)) from error
         if response.code == 200:
-            return _plain(response, self.url)
+            return plain(response, self.url)
         words = response.body.decode(errors="replace")[:SHOWN]
         problem = f"{response.code} {words}"
         if response.code in _OUT_OF_REACH:
@@ -281,7 +307,8 @@ class Server(ABC):
             raise ConnectionError(str(error)) from error
 
 
-def _plain(response: HTTPResponse, url: str) -> Any:
+def plain(response: HTTPResponse, url: str) -> Any:
+    """Return what an answer has, as plain data; None where it is empty. RunError for no JSON."""
     if not response.body:
         return None
     try:

@@ -34,7 +34,7 @@ from siirl_dask.rollout.engine import (
 from siirl_dask.rollout.model_folder import read_model_folder
 from siirl_dask.rollout.request_room import check_room
 from siirl_dask.rollout.server_engine.balance import choose_server
-from siirl_dask.rollout.server_engine.connection import Server
+from siirl_dask.rollout.server_engine.connection import LOADING, Server
 from siirl_dask.rollout.server_engine.sglang_server import SglangServer
 from siirl_dask.rollout.server_engine.vllm_server import VllmServer
 from siirl_dask.rollout.server_engine.weight_folder import WeightFolder
@@ -87,12 +87,12 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
                 facts.append(self._run(server.examine()))
             server.check(model)
         self.context_length: int | None = min(found.longest for found in facts)
+        self._name = uuid4().hex
         bucket = parse_bytes("rollout.weight_bucket", rollout.weight_bucket)
-        self._weights = WeightFolder(shared, bucket)
+        self._weights = WeightFolder(shared, bucket, self._name)
         self._finish = weakref.finalize(  # also where nobody calls close()
             self, _end, self._loop, self._servers, self._weights
         )
-        self._name = uuid4().hex
         self._folder = Path()
         self._replacement = Replacement("the server")
         self.version = 0
@@ -131,6 +131,7 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
         self._replacement.check()
         weights = self._parameters.as_in_files(self._parameters.fit(tensors, version))
         with self._replacement.to(version):
+            self._run(self._check_own())
             self._folder = self._weights.write(weights, version)
             self.version = version
             self._load_everywhere()
@@ -148,21 +149,47 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
 
     @property
     def _label(self) -> str:
-        """Name of the weights in use, on servers: no other engine has it."""
-        return f"{self._name}-{self.version}"
+        """Name of the weights in use, on servers: no other engine has it, and no others of the same
+        version, as two agents' adapters may be.
+        """
+        return f"{self._name}-{self._folder.name}"
 
     def _load_folder(self, path: str) -> None:
-        """Load the weights of the model's folder: a server may have some of an earlier run."""
+        """Load the weights of the model's folder: a server may have some of an earlier run, whose
+        files nobody needs from then on.
+        """
         files = open_tensors(path)
         with self._replacement.to(0):
+            before = [self._run(server.label()) for server in self._servers]
             self._folder = self._weights.write(
                 ((name, file.get_tensor(name)) for name, file in files.items()), 0
             )
             self._load_everywhere()
+            for label in before:
+                self._weights.remove_of(engine_of(label))
+
+    async def _check_own(self) -> None:
+        """Raise RunError where somebody else has replaced a server's weights."""
+        for server in self._servers:
+            self._is_lacking(server, await server.label())
 
     def _load_everywhere(self) -> None:
+        """Have all servers load. Where one cannot, the others end what they have begun: a server
+        that nobody attends to any more would stay paused.
+        """
+
         async def load() -> None:
-            await asyncio.gather(*[self._load(server) for server in self._servers])
+            loads = [asyncio.ensure_future(self._load(server)) for server in self._servers]
+            try:
+                await asyncio.wait(loads, return_when=asyncio.FIRST_EXCEPTION)
+            finally:
+                for one in loads:
+                    one.cancel()
+                await asyncio.wait(loads)
+            failures = [one.exception() for one in loads if not one.cancelled()]
+            for failure in failures:
+                if failure is not None:
+                    raise failure
 
         self._run(load())
 
@@ -197,19 +224,33 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
         RunError where others have replaced them.
         """
         async with server.restoring:
-            label = await server.label()
-            if label == self._label:
+            if not self._is_lacking(server, await server.label()):
                 return False
-            if label != _STARTED_WITH:
-                raise RunError(
-                    f"{server.url}: somebody else has replaced its weights: they are {label!r}, and "
-                    f"expected were {self._label!r}; a server is for one run, and one engine of it"
-                )
             await self._load(server)
             return True
 
+    def _is_lacking(self, server: Server, label: str) -> bool:
+        """Return whether a server, whose weights have ``label``, was started again and lacks those
+        in use. RunError where others have replaced them.
+        """
+        if label == self._label:
+            return False
+        if label != _STARTED_WITH:
+            raise RunError(
+                f"{server.url}: somebody else has replaced its weights: they are {label!r}, and "
+                f"expected were {self._label!r}; a server is for one run, and one engine of it"
+            )
+        return True
+
     def _run(self, coroutine: Any) -> Any:
         return self._loop.run_until_complete(coroutine)
+
+
+def engine_of(label: str) -> str:
+    """Return the name of the engine that a server had its weights from, by their label, or while it
+    loads them; any text where no engine's.
+    """
+    return label.removeprefix(LOADING).partition("-")[0]
 
 
 def server_at(

@@ -1,5 +1,5 @@
-"""The method that workers of a server need besides vLLM's own: it replaces all weights, or says which
-it could not.
+"""The methods that workers of a server need besides vLLM's own: one replaces all weights, or says
+which it could not, and one says which model they are weights of.
 
     --worker-extension-cls siirl_dask.rollout.server_engine.extension.LoadsWeights
 
@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from siirl_dask.rollout.server_engine.same_model import read_config
 from siirl_dask.rollout.vllm_engine.releases import reload_weights
 from siirl_dask.rollout.vllm_engine.reloading import (
     NewWeights,
@@ -25,14 +26,12 @@ from siirl_dask.rollout.vllm_engine.reloading import (
     pack_for_cpu,
 )
 
-METHOD = "load_siirl_weights"
-"""Name of the method, for ``/collective_rpc``."""
-
 
 class LoadsWeights:
     """Methods that vLLM adds to each of a server's workers."""
 
     device: Any
+    model_config: Any
     model_runner: Any
 
     def load_siirl_weights(self, folder: str) -> None:
@@ -46,6 +45,11 @@ class LoadsWeights:
         weights.copy_sinks(model)
         if torch.device(self.device).type == "cpu":
             pack_for_cpu(model)
+
+    def siirl_model_config(self) -> dict[str, Any]:
+        """Return the config of the model that the server was started with, as plain data."""
+        started = self.model_config
+        return read_config(started.hf_config_path or started.model, started.revision)
 
 
 def _tensors(folder: str) -> Iterator[tuple[str, Tensor]]:

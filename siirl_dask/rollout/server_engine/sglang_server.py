@@ -13,6 +13,7 @@ from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout.engine import GenerationRequest
 from siirl_dask.rollout.server_engine.answers import ServedResponse, read_sglang_answer
 from siirl_dask.rollout.server_engine.connection import SHOWN, Server, ServerFacts
+from siirl_dask.rollout.server_engine.same_model import check_config, config_here
 from siirl_dask.rollout.sglang_engine.requests import sampling_params
 
 _EXPECTED: Mapping[str, tuple[Any, str]] = {
@@ -24,6 +25,7 @@ _EXPECTED: Mapping[str, tuple[Any, str]] = {
     "weight_cache_mode": ("off", "it takes no new weights then"),
     "disaggregation_mode": ("null", "a request would need two servers"),
     "weight_version": ("default", "by it one is known that was started again"),
+    "json_model_override_args": ("{}", "the trainer computes as the model's config.json says"),
 }
 """Arguments of the server by which its samples would be others, or none, with the value that they
 must have and the reason."""
@@ -47,6 +49,7 @@ class SglangServer(Server):
             longest = int(found["max_req_input_len"])
             settings = {name: found[name] for name in _EXPECTED}
             settings |= {"dtype": dtype, "enable_fp32_lm_head": found["enable_fp32_lm_head"]}
+            settings["model_path"] = path
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self.url}: it does not describe itself as a server of SGLang 0.5.23 does: "
@@ -81,6 +84,10 @@ class SglangServer(Server):
                 f"{self.url}: its --enable-fp32-lm-head is {float32_head}, and model.float32_head "
                 f"is {model.float32_head}: expected the same of both"
             )
+        config = config_here(self._settings["model_path"])
+        if config is not None:
+            cure = f"start it with --model-path {model.path}"
+            check_config(model.path, config, self.url, cure)
 
     async def label(self) -> str:
         """See ``Server``."""
@@ -110,8 +117,11 @@ class SglangServer(Server):
             "sampling_params": sampling_params(request, end_tokens),
             "return_logprob": True,
         }
-        found = await self.generate("/generate", body)
-        return read_sglang_answer(found, request, end_tokens, self.url)
+        return await self.generate(
+            "/generate",
+            body,
+            lambda found: read_sglang_answer(found, request, end_tokens, self.url),
+        )
 
     def advice(self, code: int, path: str) -> str:
         """See ``Server``."""

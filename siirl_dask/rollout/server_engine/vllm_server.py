@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig
 from siirl_dask.devices import DeviceKind
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout.engine import GenerationRequest
 from siirl_dask.rollout.server_engine.answers import ServedResponse, read_vllm_answer
-from siirl_dask.rollout.server_engine.connection import OutOfReachError, Server, ServerFacts
+from siirl_dask.rollout.server_engine.connection import (
+    LOADING,
+    OutOfReachError,
+    Server,
+    ServerFacts,
+    plain,
+)
+from siirl_dask.rollout.server_engine.same_model import check_config, check_overrides, config_here
 from siirl_dask.rollout.vllm_engine.other_logprobs import (
     check_engine_length,
     check_logprobs_of_vllm,
@@ -23,6 +32,8 @@ SAMPLER = "siirl_dask.rollout.vllm_engine.token_choice:VllmTokenSampler"
 _GENERATE = "/inference/v1/generate"
 _HEAD = "head_dtype"
 """Key of ``--hf-overrides`` for the number type of the head's products."""
+_RESUME_SECONDS = 20.0
+"""Most seconds for a server that could not load weights to say that it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +55,20 @@ class _VllmFacts:
     """Logits processors, which run on all requests."""
     speculates: bool
     """Whether it drafts tokens before it computes them."""
-    head_dtype: str | None
-    """Number type of the head's products, where it is given; None: that of all others."""
+    overrides: Mapping[str, Any]
+    """Keys of the model's config that it was started with other values of."""
+    keeps_keys: bool
+    """Whether keys and values go to places outside its cache, where those of older weights stay."""
+    config: Mapping[str, Any] | None = None
+    """Config of its model; None where it does not say it."""
+
+    @property
+    def head_dtype(self) -> str | None:
+        """Number type of the head's products, where it is given; None: that of all others."""
+        given = self.overrides.get(_HEAD)
+        if given is None:
+            return None
+        return str(given).removeprefix("torch.")
 
 
 class VllmServer(Server):
@@ -70,14 +93,20 @@ class VllmServer(Server):
         described = await self.describe("/server_info?config_format=json", patiently=patiently)
         facts = self._read(described)
         await self._check_generates()
-        self._found = facts
+        self._found = replace(facts, config=await self._config(facts, patiently=patiently))
         device = "a device"
         if facts.on_cpu:
             device = "a CPU"
+        paused = ""
+        if await self._is_paused():
+            paused = (
+                "; it is paused, perhaps by a worker that was killed while it loaded weights: the "
+                "next run lets it go on, as POST /resume does"
+            )
         return ServerFacts(
             facts.longest,
             f"it has {facts.model}, computes in {facts.dtype} on {device}, takes "
-            f"{facts.longest:,} tokens and reports {facts.logprobs_mode}",
+            f"{facts.longest:,} tokens and reports {facts.logprobs_mode}{paused}",
         )
 
     def check(self, model: ModelConfig) -> None:
@@ -108,6 +137,7 @@ class VllmServer(Server):
                 f"start it with --dtype {model.dtype}, or give model.dtype={found.dtype}"
             )
         self._check_head(model)
+        self._check_model(model)
         cure = f"start it with --max-model-len {model.longest_row}"
         check_engine_length(model, found.longest, f"{self.url}: --max-model-len", cure)
         if found.on_cpu:
@@ -118,6 +148,60 @@ class VllmServer(Server):
                 f"start it with --worker-extension-cls {EXTENSION}, or by python -m "
                 "siirl_dask.rollout.server_engine.serve"
             )
+
+    def _check_model(self, model: ModelConfig) -> None:
+        """Raise ConfigError for a server whose model takes the weights and computes otherwise, and
+        for one that has keys and values of older weights where nobody forgets them.
+        """
+        found = self._facts
+        if found.keeps_keys:
+            raise ConfigError(
+                f"{self.url}: it has a place for keys and values outside its cache "
+                "(--kv-transfer-config, --kv-offloading-size), which would stay there when it gets "
+                "new weights; start it without"
+            )
+        check_overrides(
+            model.path,
+            found.overrides,
+            f"{self.url}: by its --hf-overrides",
+            "start it without them, or write them into the config.json of model.path",
+        )
+        config = found.config
+        if config is None:
+            config = config_here(found.model)
+        if config is not None:
+            cure = f"start it with the model of {model.path}"
+            check_config(model.path, config, self.url, cure)
+
+    async def _config(self, facts: _VllmFacts, *, patiently: bool) -> Mapping[str, Any] | None:
+        """Return the config of the server's model, which all its ranks have; None where it cannot
+        say it.
+        """
+        if not facts.has_extension:
+            return None
+        found = await self.describe(
+            "/collective_rpc",
+            patiently=patiently,
+            method="POST",
+            body={"method": "siirl_model_config"},
+        )
+        match found:
+            case {"results": [dict() as config, *_]}:
+                return config
+        raise ConfigError(
+            f"{self.url}: it gave {found!r:.200} as the config of its model; start it with the "
+            "siirl_dask of this host"
+        )
+
+    async def _is_paused(self) -> bool:
+        """Return whether a server says that it is paused; one that does not say it matters no more."""
+        try:
+            response = await self.fetch("GET", "/is_paused", None)
+        except OSError:
+            return False
+        if response.code != 200:
+            return False
+        return bool(plain(response, self.url) == {"is_paused": True})
 
     def _check_head(self, model: ModelConfig) -> None:
         """Raise ConfigError for a server whose head computes in another number type than the
@@ -166,21 +250,48 @@ class VllmServer(Server):
         if self._facts.has_extension:
             method = "load_siirl_weights"
             options = {"folder": str(folder)}
-        await self.patiently("/collective_rpc", lambda: self._load(method, options, label))
+        begun = f"{LOADING}{label}"
+        try:
+            await self.patiently("/collective_rpc", lambda: self._load(method, options, label))
+        except RunError as error:
+            state = await self._resumed()
+            raise RunError(
+                f"{error}; the label of its weights is {begun!r}, and {state}"
+            ) from error
+        except BaseException:
+            await self._resumed()
+            raise
 
     async def _load(self, method: str, options: dict[str, str], label: str) -> None:
-        begun = f"loading {label}"
+        begun = f"{LOADING}{label}"
         await self.ask_once("POST", "/pause?mode=keep")
         await self.ask_once("POST", "/update_weight_version", {"new_version": begun})
         await self.ask_once("POST", "/collective_rpc", {"method": method, "kwargs": options})
         # also of requests under way: a server that was started again has some from before it had
         # its weights
-        await self.ask_once("POST", "/reset_prefix_cache?reset_running_requests=true")
+        forgot = await self.ask_once("POST", "/reset_prefix_cache?reset_running_requests=true")
+        if not isinstance(forgot, dict) or forgot.get("success") is not True:
+            raise OutOfReachError("it still has keys and values of the weights before")
         found = await self.ask_once("GET", "/weight_info")
         if not isinstance(found, dict) or found.get("weight_version") != begun:
             raise OutOfReachError("it was started again while it loaded weights")
         await self.ask_once("POST", "/update_weight_version", {"new_version": label})
         await self.ask_once("POST", "/resume")
+
+    async def _resumed(self) -> str:
+        """Let a server go on that has not loaded weights: it is paused, and others would wait for it
+        for ever. Returns how that went, for errors.
+        """
+        try:
+            async with asyncio.timeout(_RESUME_SECONDS):
+                response = await self.fetch("POST", "/resume", None)
+        except OSError as error:
+            problem = f"{type(error).__name__}: {error}"
+        else:
+            if response.code == 200:
+                return "it goes on with some of either version until the next run gives it others"
+            problem = str(response.code)
+        return f"it is perhaps still paused ({problem}): a run, or POST /resume, lets it go on"
 
     async def respond(
         self, request: GenerationRequest, end_tokens: Collection[int]
@@ -192,8 +303,11 @@ class VllmServer(Server):
                 request.seed, request.sampling, list(end_tokens), request.begun, self._mode
             ),
         }
-        found = await self.generate(_GENERATE, body)
-        return read_vllm_answer(found, request, end_tokens, self._mode, self.url)
+        return await self.generate(
+            _GENERATE,
+            body,
+            lambda found: read_vllm_answer(found, request, end_tokens, self._mode, self.url),
+        )
 
     def advice(self, code: int, path: str) -> str:
         """See ``Server``."""
@@ -240,7 +354,8 @@ class VllmServer(Server):
                 generation_config=str(model["generation_config"]),
                 processors=_processors(model["logits_processors"]),
                 speculates=config["speculative_config"] is not None,
-                head_dtype=_head_dtype(model["hf_overrides"]),
+                overrides=_mapping(model["hf_overrides"]),
+                keeps_keys=config["kv_transfer_config"] is not None,
             )
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -257,10 +372,8 @@ def _processors(found: Sequence[object] | None) -> tuple[str, ...]:
     return tuple(str(name) for name in found)
 
 
-def _head_dtype(overrides: object) -> str | None:
-    """Return the number type of the head that overrides of the model's config give; None where they
-    give none.
-    """
-    if not isinstance(overrides, dict) or overrides.get(_HEAD) is None:
-        return None
-    return str(overrides[_HEAD]).removeprefix("torch.")
+def _mapping(found: object) -> Mapping[str, Any]:
+    """Return overrides of the model's config; none where they are a function, shown by its name."""
+    if not isinstance(found, dict):
+        return {}
+    return found

@@ -37,7 +37,11 @@ from siirl_dask.rollout.model_folder import read_model_folder
 from siirl_dask.rollout.request_room import check_room
 from siirl_dask.rollout.vllm_engine import process as vllm_process
 from siirl_dask.rollout.vllm_engine.other_logprobs import check_logprobs_of_vllm
-from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks, EngineWorld
+from siirl_dask.rollout.vllm_engine.process_groups import (
+    EngineRanks,
+    EngineWorld,
+    without_queues,
+)
 from siirl_dask.rollout.vllm_engine.tensor_parallel import (
     TensorParallelQueue,
     TensorParallelWeights,
@@ -49,8 +53,6 @@ vllm_process.prepare()
 from vllm import LLM, RequestOutput, TokensPrompt  # noqa: E402  # not before it is prepared for
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.distributed.parallel_state import (  # noqa: E402
-    get_tp_group,
-    get_world_group,
     model_parallel_is_initialized,
 )
 
@@ -406,7 +408,7 @@ def _build(path: str, settings: Mapping[str, Any], note: Callable[[Exception], N
     """Build vLLM and generate one token, since some of what it cannot do shows only then. A
     failure is noted, and cleans up, which ends the connections to other ranks.
     """
-    with SeparateClasses() as classes:
+    with SeparateClasses() as classes, without_queues():
         try:
             llm = LLM(model=path, **settings)
         except Exception as error:
@@ -423,9 +425,6 @@ def _build(path: str, settings: Mapping[str, Any], note: Callable[[Exception], N
         note(error)
         llm.llm_engine.engine_core.shutdown()
         raise
-    for group in (get_world_group(), get_tp_group()):
-        # shared memory and sockets for an executor's messages to ranks: nobody sends any
-        group.mq_broadcaster = None
     return llm
 
 

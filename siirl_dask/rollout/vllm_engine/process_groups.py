@@ -169,6 +169,23 @@ class EngineWorld(c10d._World):
                 _register_again(name, group)
 
 
+@contextmanager
+def without_queues() -> Iterator[None]:
+    """Let vLLM's groups have no queues in shared memory inside: an executor would send ranks its
+    messages there, and this one has none to send. A process that is killed while an engine starts
+    would leave their files in /dev/shm.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    name = "create_from_process_group"
+    usual = vars(MessageQueue)[name]
+    setattr(MessageQueue, name, staticmethod(lambda *given, **named: None))
+    try:
+        yield
+    finally:
+        setattr(MessageQueue, name, usual)
+
+
 def _failure_of(rank: int) -> str:
     """Return the key of a rank's failure in the store."""
     return f"failure of rank {rank}"
