@@ -106,8 +106,8 @@ class RolloutConfig:
     broadcasts from device to device if policy and engines have workers of their own, each with an
     accelerator, and else sends rows."""
     expected_length_column: str | None = None
-    """Dataset column with the expected number of tokens of a response. Workers share the prompts by
-    it and begin with the longest; samples do not depend on it."""
+    """Dataset column with the expected number of tokens of a response; a dot leads into a struct.
+    Workers share the prompts by it and begin with the longest; samples do not depend on it."""
     prompt_placement: PromptPlacement | None = None
     """Choice of the rollout worker that samples a prompt: ``anywhere``, the worker that loaded it;
     ``balanced``, the least loaded worker, longest prompts first. None: ``balanced`` with

@@ -43,8 +43,10 @@ from siirl_dask.schema import (
     SOURCE_NAME,
     TOKENS,
     TYPES,
+    path_steps,
+    type_at,
 )
-from siirl_dask.tables import Ints, path_steps, split
+from siirl_dask.tables import Ints, split
 
 __all__ = ["Dataloader", "Source", "open_source", "source_schema"]
 
@@ -125,7 +127,7 @@ class Dataloader:
         return self._read_rows(rows, part.columns)
 
     def _read_rows(self, rows: Sequence[RowPosition], columns: tuple[str, ...]) -> pa.Table:
-        schema = pa.schema([self._schema.field(name) for name in columns])
+        schema = pa.schema([(name, type_at(self._schema, name)) for name in columns])
         by_source: dict[int, list[int]] = {}
         for place, row in enumerate(rows):
             by_source.setdefault(row.source, []).append(place)
@@ -179,11 +181,7 @@ class _TableReader:
         self.limit = source.read_limit
         self._name = name
         self._known = snapshot.schema.names
-        # names that lead to the values of a column; all other columns are the table's own
-        self._paths = {
-            PROMPT: path_steps(source.prompt, self._known),
-            ANSWER: path_steps(source.answer, self._known),
-        }
+        self._renamed = {PROMPT: source.prompt, ANSWER: source.answer}
         self._rows = RowReader(source.url, snapshot, source.read_limit, int(source.keep * part))
         self._origins = _origins(snapshot)
 
@@ -208,7 +206,7 @@ class _TableReader:
             DATA_ROW: pa.array(numbers, TYPES[DATA_ROW]),
         }
         own = (*IDENTITY, *ORIGIN)
-        paths = {name: self._paths.get(name, [name]) for name in schema.names if name not in own}
+        paths = {name: self._steps(name) for name in schema.names if name not in own}
         if self._name is not None and SOURCE_NAME in paths:
             del paths[SOURCE_NAME]
             columns[SOURCE_NAME] = pa.repeat(pa.scalar(self._name, TYPES[SOURCE_NAME]), len(rows))
@@ -226,6 +224,15 @@ class _TableReader:
             else:
                 columns[name] = table[first]
         return columns
+
+    def _steps(self, name: str) -> list[str]:
+        """Return the names that lead to the values of a column of the plan in this table."""
+        if name in self._renamed:
+            return path_steps(self._renamed[name], self._known)
+        first, *rest = path_steps(name, self._known)
+        if rest and first in self._renamed:
+            return [*path_steps(self._renamed[first], self._known), *rest]
+        return [first, *rest]
 
 
 def _order(dataset: Dataset) -> GlobalOrder | MixedOrder:

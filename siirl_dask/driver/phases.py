@@ -41,6 +41,7 @@ from siirl_dask.schema import (
     TYPES,
     DataType,
     Schema,
+    type_at,
 )
 from siirl_dask.wording import redacted
 
@@ -185,10 +186,11 @@ def _check_images(config: Config, dataset: Dataset, schema: Schema) -> None:
     if column is None:
         return
     label = f"images.column={column!r}: the column of dataset {dataset.sources[0].url!r}"
-    if column not in schema.names:
+    kind = type_at(schema, column)
+    if kind is None:
         known = [name for name in schema.names if name not in (*IDENTITY, *ORIGIN)]
         raise DataError(f"{label} is not there (there is: {known}){did_you_mean(column, known)}")
-    check_layout(schema.field(column).type, label)
+    check_layout(kind, label)
 
 
 def assumed_columns(config: Config, source: Source | None = None) -> Schema:

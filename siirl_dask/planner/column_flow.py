@@ -16,7 +16,16 @@ from siirl_dask.errors import PlanError, did_you_mean
 from siirl_dask.planner.contract import Groups
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.node import Node
-from siirl_dask.schema import IDENTITY, TYPES, DataType, Schema, is_blob
+from siirl_dask.schema import (
+    IDENTITY,
+    TYPES,
+    DataType,
+    Schema,
+    is_blob,
+    make_schema,
+    missing_step,
+    type_at,
+)
 
 DATA = "data"
 """The dataloader, as the source of the columns that entry nodes read."""
@@ -89,6 +98,7 @@ def trace_columns(dag: DAG, source: Schema) -> dict[str, NodeColumns]:
     single: dict[str, bool] = {}
     order = dag.ordered()
     dataset = {field.name: Column(field.name, DATA, field.type, of_groups=True) for field in source}
+    dataset.update(_named_fields(order, source))
     dataset.update(_identity(DATA))
     _check_draws(order)
     for node in order:
@@ -130,6 +140,22 @@ def trace_columns(dag: DAG, source: Schema) -> dict[str, NodeColumns]:
             one_a_group=single[name],
         )
     return flow
+
+
+def _named_fields(order: Sequence[Node], source: Schema) -> dict[str, Column]:
+    """Return the fields of the dataset's structs that nodes read by their paths, such as
+    ``extra_info.source``, as columns of these names.
+    """
+    named = {}
+    for node in order:
+        contract = node.contract
+        for path in (*contract.reads, *contract.optional, *contract.one_of):
+            if path in source.names:
+                continue
+            kind = type_at(source, path)
+            if kind is not None:
+                named[path] = Column(path, DATA, kind, of_groups=True)
+    return named
 
 
 def _output_columns(
@@ -224,10 +250,12 @@ def _check_reads(node: Node, available: Mapping[str, Column]) -> None:
         )
     missing = [name for name in node.contract.reads if name not in available]
     if missing:
-        hint = did_you_mean(missing[0], available)
+        types = {name: column.type for name, column in available.items()}
+        step, known = missing_step(make_schema(types), missing[0]) or (missing[0], [])
+        within = "" if step in missing[0].split(".")[:1] else f": no {step!r} (there is: {known})"
         raise PlanError(
             f"{node.label} reads {missing}, which no node before it writes (available: "
-            f"{sorted(available)}){hint}"
+            f"{sorted(available)}){within}{did_you_mean(step, known)}"
         )
 
 
