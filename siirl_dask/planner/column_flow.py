@@ -251,12 +251,24 @@ def _check_reads(node: Node, available: Mapping[str, Column]) -> None:
     missing = [name for name in node.contract.reads if name not in available]
     if missing:
         types = {name: column.type for name, column in available.items()}
-        step, known = missing_step(make_schema(types), missing[0]) or (missing[0], [])
-        within = "" if step in missing[0].split(".")[:1] else f": no {step!r} (there is: {known})"
         raise PlanError(
             f"{node.label} reads {missing}, which no node before it writes (available: "
-            f"{sorted(available)}){within}{did_you_mean(step, known)}"
+            f"{sorted(available)}){_nearest(make_schema(types), missing[0])}"
         )
+
+
+def _nearest(schema: Schema, path: str) -> str:
+    """Return the end of the message about a path that is not there: where it ends, and a name like
+    the missing one.
+    """
+    step = missing_step(schema, path)
+    if step is None:
+        return ""
+    name, known = step
+    hint = did_you_mean(name, known)
+    if known == schema.names:
+        return hint
+    return f": no {name!r} (there is: {known}){hint}"
 
 
 def _demand(
