@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from siirl_dask.config.checks import above, at_least, parse_bytes
+from siirl_dask.config.checks import above, at_least, finite, parse_bytes
 from siirl_dask.config.engines import (
     Engine,
     Sampler,
@@ -187,6 +187,7 @@ class RolloutConfig:
             window=self.window,
         )
         above("rollout", 0, temperature=self.temperature)
+        finite("rollout", temperature=self.temperature)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"rollout.top_p={self.top_p}: expected more than 0 and at most 1")
         if not 0 <= self.min_p <= 1:
