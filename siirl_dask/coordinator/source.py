@@ -294,6 +294,14 @@ def exists(url: str) -> bool:
     return True
 
 
+def is_vacant(url: str) -> bool:
+    """Return whether a table may come to ``url``, where ``exists`` has found none: nothing else is
+    there.
+    """
+    fs, path = open_fs(url)
+    return not list_files(fs, path)
+
+
 def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
     """Return the columns that the dataloader reads: identity, origin, ``prompt``, ``answer``, all
     others as they are.

@@ -20,6 +20,7 @@ from siirl_dask.coordinator import (
     Source,
     dataset_schema,
     exists,
+    is_vacant,
     open_source,
     training_dataset,
 )
@@ -91,9 +92,9 @@ def plan_phases(
             datasets[Phase.TEST] = (replace(validation, nodes=tuple(nodes)), test)
     phases: Phases = {}
     for phase, (graph, dataset) in datasets.items():
-        absent = {
-            source.url for source in dataset.sources if assume_columns and not exists(source.url)
-        }
+        absent = set()
+        if assume_columns:
+            absent = {source.url for source in dataset.sources if _is_to_come(config, source.url)}
         dataset, schema = _open(config, dataset, absent)
         _check_images(config, dataset, schema)
         plan = compile_chains(
@@ -157,6 +158,15 @@ def due_tables(config: Config, phases: Phases, done: int) -> dict[str, DueTable]
             if node.save_as and not node.lag:  # the rows of a step come later otherwise, or never
                 due[node.save_as] = DueTable(phase=phase, since=step)
     return due
+
+
+def _is_to_come(config: Config, url: str) -> bool:
+    """Return whether there is no dataset at ``url`` yet: nothing is there, or what ``data.prepare``
+    replaces.
+    """
+    if exists(url):
+        return False
+    return config.data.prepare is not None or is_vacant(url)
 
 
 def _open(config: Config, dataset: Dataset, absent: Collection[str]) -> tuple[Dataset, Schema]:
