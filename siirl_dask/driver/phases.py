@@ -166,7 +166,9 @@ def _is_to_come(config: Config, url: str) -> bool:
     """
     if exists(url):
         return False
-    return config.data.prepare is not None or is_vacant(url)
+    if config.data.prepare is not None:
+        return True
+    return is_vacant(url)
 
 
 def _open(config: Config, dataset: Dataset, absent: Collection[str]) -> tuple[Dataset, Schema]:
