@@ -216,13 +216,13 @@ class _TableReader:
         if names:
             table = self._rows.read(rows, following, names)
         for name, path in paths.items():
-            first, *rest = path  # into the structs of the table
-            if table is None or first not in names:
+            column, *rest = path  # into the structs of the table
+            if table is None or column not in names:
                 columns[name] = pa.nulls(len(rows), schema.field(name).type)
             elif rest:
-                columns[name] = pc.struct_field(table[first], rest)
+                columns[name] = pc.struct_field(table[column], rest)
             else:
-                columns[name] = table[first]
+                columns[name] = table[column]
         return columns
 
     def _steps(self, name: str) -> list[str]:
