@@ -9,6 +9,7 @@ this module: no torch.
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import struct
 import time
@@ -118,6 +119,22 @@ def can_scale(cluster: Cluster) -> bool:
     does nothing, or raises, by class (``Cluster._supports_scaling``).
     """
     return bool(cluster._supports_scaling)
+
+
+def largest_size(cluster: Cluster | None) -> int | None:
+    """Return the most workers that a cluster object will have unless somebody scales it; None where
+    that cannot be told: of an adaptive one without a maximum, and of classes that say of no worker
+    beforehand that it comes (``Cluster._adaptive``, ``plan``, ``observed``).
+    """
+    if not isinstance(cluster, SpecCluster):
+        return None
+    there = len({str(name) for name in (*cluster.plan, *cluster.observed)})
+    adaptive = cluster._adaptive
+    if adaptive is None or adaptive.periodic_callback is None:
+        return there
+    if math.isinf(adaptive.maximum):
+        return None
+    return max(there, int(adaptive.maximum))
 
 
 async def scale(cluster: SpecCluster, workers: int) -> None:

@@ -9,7 +9,7 @@ inferred: an empty partition is normal, and Arrow would call its columns ``null`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
 import pyarrow as pa
@@ -322,6 +322,42 @@ def with_large_offsets(kind: DataType) -> DataType:
 
 def _with_large_offsets(field: pa.Field) -> pa.Field:
     return field.with_type(with_large_offsets(field.type))
+
+
+def path_steps(path: str, columns: Collection[str]) -> list[str]:
+    """Return the names that lead to the values at ``path`` in a table with these columns.
+
+    A column of that name is the path's end, whatever dots its name has, as pandas' json_normalize
+    and flattened datasets name theirs. Otherwise each dot leads into a struct.
+    """
+    if path in columns:
+        return [path]
+    return path.split(".")
+
+
+def type_at(schema: Schema, path: str) -> DataType | None:
+    """Return the type of the values at ``path`` (see ``path_steps``); None where there are none."""
+    if missing_step(schema, path) is not None:
+        return None
+    kind: DataType = pa.struct(list(schema))
+    for name in path_steps(path, schema.names):
+        kind = kind.field(name).type
+    return kind
+
+
+def missing_step(schema: Schema, path: str) -> tuple[str, list[str]] | None:
+    """Return the first name on the way to the values at ``path`` that is not there, and the names
+    in its place; None where all are there.
+    """
+    kind = pa.struct(list(schema))
+    for name in path_steps(path, schema.names):
+        known = []
+        if pa.types.is_struct(kind):
+            known = [field.name for field in kind]
+        if known.count(name) != 1:  # two columns of a name cannot be told apart
+            return name, known
+        kind = kind.field(name).type
+    return None
 
 
 def fields(*names: str) -> dict[str, pa.DataType]:

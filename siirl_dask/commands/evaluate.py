@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -180,9 +180,6 @@ def _planned(config: Config, answering: Answering) -> tuple[DAG, Source]:
     """
     source = Source.of(config.data)
     schema = open_source(source).schema
-    # a field of a struct, which the plan does not check
-    if config.validation.source_column is not None:
-        source_schema(schema, replace(source, answer=config.validation.source_column))
     columns = source_schema(schema, source)
     dag = evaluation_dag(config, answering, columns)
     compile_chains(

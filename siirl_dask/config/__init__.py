@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from siirl_dask.config.agents import AgentConfig, check_adapters, check_agents
-from siirl_dask.config.checks import parse_bytes, parse_ports
+from siirl_dask.config.checks import check_location, parse_bytes, parse_ports
 from siirl_dask.config.cluster import Affinity, ClusterConfig, DevicePreference
 from siirl_dask.config.data import DataConfig, DataSource, Durability, StorageConfig, TransportMode
 from siirl_dask.config.endpoint import EndpointConfig
@@ -95,6 +95,7 @@ __all__ = [
     "WeightSync",
     "changed_options",
     "check_adapters",
+    "check_location",
     "file",
     "parse_bytes",
     "parse_ports",

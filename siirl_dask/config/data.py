@@ -11,7 +11,7 @@ from typing import Any
 
 from siirl_storage import RETRY_SECONDS
 
-from siirl_dask.config.checks import absolute, at_least, parse_bytes, parse_ports
+from siirl_dask.config.checks import at_least, located, parse_bytes, parse_ports
 from siirl_dask.errors import ConfigError
 
 
@@ -71,7 +71,7 @@ class DataSource:
     """Column of the answer. None: as ``data.answer``."""
 
     def __post_init__(self) -> None:
-        self.url = absolute(self.url)
+        self.url = located("url of a source of data.sources", self.url)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,7 +130,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         self._check_sources()
         if self.url:
-            self.url = absolute(self.url)
+            self.url = located("data.url", self.url)
         if self.prepare_options and self.prepare is None:
             raise ConfigError("data.prepare_options are given without data.prepare")
         at_least("data", 1, batch_size=self.batch_size, max_prompt_length=self.max_prompt_length)

@@ -35,7 +35,7 @@ class EnvironmentsConfig:
     name_column: str = "environment"
     """Column with the name of a row's environment, for ``by_name``."""
     columns: list[str] = field(default_factory=lambda: ["prompt", "answer"])
-    """Columns of a row that an environment is reset with."""
+    """Columns of a row that an environment is reset with; a dot leads into a struct."""
     tools: list[str] = field(default_factory=list)
     """Functions that the model may call, as ``module:function`` or ``file.py:function``."""
     mcp_servers: dict[str, str] = field(default_factory=dict)

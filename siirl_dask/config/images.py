@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from siirl_dask.config.checks import above, absolute, at_least, parse_bytes
+from siirl_dask.config.checks import above, at_least, located, parse_bytes
 from siirl_dask.errors import ConfigError
 
 _MOST_PIXELS = 178_956_970  # of an image that Pillow opens at all
@@ -15,7 +15,7 @@ class ImagesConfig:
     """``images``: the images of prompts."""
 
     column: str | None = None
-    """Column of the dataset with each prompt's images. None: prompts are texts alone."""
+    """Column of the dataset with each prompt's images; a dot leads into a struct. None: prompts are texts alone."""
     observations: bool = False
     """Whether environments show images: in how an episode begins, and in what they answer."""
     folder: str | None = None
@@ -66,7 +66,7 @@ class ImagesConfig:
                     f"name their column, or leave images.{one.name} out"
                 )
         if self.folder:
-            self.folder = absolute(self.folder)
+            self.folder = located("images.folder", self.folder)
         at_least("images", 1, most=self.most, max_source_pixels=self.max_source_pixels)
         if self.max_source_pixels > _MOST_PIXELS:
             raise ConfigError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-from siirl_dask.config.checks import absolute, at_least
+from siirl_dask.config.checks import at_least, located
 from siirl_dask.errors import ConfigError
 
 _OF_RENDERING = (
@@ -71,7 +71,7 @@ class ModelConfig:
     what their template writes."""
 
     def __post_init__(self) -> None:
-        self.path = absolute(self.path)
+        self.path = located("model.path", self.path)
         if self.longest_row is not None:
             at_least("model", 1, longest_row=self.longest_row)
         for name in self.template:

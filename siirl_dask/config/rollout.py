@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from siirl_dask.config.checks import above, at_least, parse_bytes
+from siirl_dask.config.checks import above, at_least, finite, parse_bytes
 from siirl_dask.config.engines import (
     Engine,
     Sampler,
@@ -106,8 +106,8 @@ class RolloutConfig:
     broadcasts from device to device if policy and engines have workers of their own, each with an
     accelerator, and else sends rows."""
     expected_length_column: str | None = None
-    """Dataset column with the expected number of tokens of a response. Workers share the prompts by
-    it and begin with the longest; samples do not depend on it."""
+    """Dataset column with the expected number of tokens of a response; a dot leads into a struct.
+    Workers share the prompts by it and begin with the longest; samples do not depend on it."""
     prompt_placement: PromptPlacement | None = None
     """Choice of the rollout worker that samples a prompt: ``anywhere``, the worker that loaded it;
     ``balanced``, the least loaded worker, longest prompts first. None: ``balanced`` with
@@ -187,6 +187,7 @@ class RolloutConfig:
             window=self.window,
         )
         above("rollout", 0, temperature=self.temperature)
+        finite("rollout", temperature=self.temperature)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"rollout.top_p={self.top_p}: expected more than 0 and at most 1")
         if not 0 <= self.min_p <= 1:

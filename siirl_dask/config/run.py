@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from siirl_dask.config.checks import absolute, at_least
+from siirl_dask.config.checks import at_least, check_location, finite, located
 from siirl_dask.errors import ConfigError
 
 
@@ -76,6 +76,7 @@ class RunConfig:
             )
         if not self.url:
             raise ConfigError("run.url='': expected a folder or an fsspec URL")
+        check_location("run.url", self.url)
         # a Config made in Python has no OmegaConf to do it
         self.url = self.url.replace("${run.name}", self.name)
 
@@ -106,9 +107,14 @@ class ValidationConfig:
     None: the response."""
 
     def __post_init__(self) -> None:
-        self.url, self.test_url = (url and absolute(url) for url in (self.url, self.test_url))
+        if self.url:
+            self.url = located("validation.url", self.url)
+        if self.test_url:
+            self.test_url = located("validation.test_url", self.test_url)
         at_least("validation", 1, every=self.every, n=self.n)
-        at_least("validation", 0, temperature=self.temperature or 0)
+        if self.temperature is not None:
+            at_least("validation", 0, temperature=self.temperature)
+            finite("validation", temperature=self.temperature)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"validation.top_p={self.top_p}: expected more than 0 and at most 1")
         if self.n > 1 and self.temperature == 0:

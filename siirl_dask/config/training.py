@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-from siirl_dask.config.checks import above, absolute, at_least, parse_bytes
+from siirl_dask.config.checks import above, at_least, finite, located, parse_bytes
 from siirl_dask.config.megatron import MegatronConfig, check_megatron_operators
 from siirl_dask.devices.operators import check_operators
 from siirl_dask.errors import ConfigError, did_you_mean
@@ -70,12 +70,12 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         at_least("algorithm", 1, minibatches=self.minibatches, epochs=self.epochs)
         at_least("algorithm", 0, critic_warmup_steps=self.critic_warmup_steps)
-        at_least(
-            "algorithm",
-            0,
-            kl_coefficient=self.kl_coefficient,
-            entropy_coefficient=self.entropy_coefficient,
-        )
+        coefficients = {
+            "kl_coefficient": self.kl_coefficient,
+            "entropy_coefficient": self.entropy_coefficient,
+        }
+        at_least("algorithm", 0, **coefficients)
+        finite("algorithm", **coefficients)
         if self.correction_options and self.correction is None:
             raise ConfigError("algorithm.correction_options are given without algorithm.correction")
         if (
@@ -196,7 +196,7 @@ class LoraConfig:
     def __post_init__(self) -> None:
         at_least("trainer.lora", 0, rank=self.rank)
         if self.path is not None:
-            self.path = absolute(self.path)
+            self.path = located("trainer.lora.path", self.path)
             if not self.rank:
                 raise ConfigError(
                     f"trainer.lora.path={self.path!r}: there are no adapters with "
@@ -284,6 +284,7 @@ class TrainerConfig:
             if not 0 < rate < float("inf"):
                 raise ConfigError(f"trainer.{name}={rate!r}: expected more than 0, and finite")
         above("trainer", 0, max_grad_norm=self.max_grad_norm, eps=self.eps)
+        finite("trainer", eps=self.eps, weight_decay=self.weight_decay)
         at_least("trainer", 0, weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
         if self.max_skipped_steps is not None:
             at_least("trainer", 0, max_skipped_steps=self.max_skipped_steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from siirl_dask.config.checks import absolute
+from siirl_dask.config.checks import located
 from siirl_dask.config.rollout import RolloutConfig
 from siirl_dask.errors import ConfigError
 
@@ -42,4 +42,4 @@ def check_window(rollout: RolloutConfig, batch_size: int, minibatches: int) -> N
             f"(data.batch_size={batch_size}, algorithm.minibatches={minibatches})"
         )
     if rollout.ledger is not None:
-        rollout.ledger = absolute(rollout.ledger)
+        rollout.ledger = located("rollout.ledger", rollout.ledger)

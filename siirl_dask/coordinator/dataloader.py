@@ -33,6 +33,8 @@ from siirl_dask.schema import (
     ROW_ID,
     TOKENS,
     TYPES,
+    path_steps,
+    type_at,
 )
 from siirl_dask.tables import split
 
@@ -115,7 +117,7 @@ class Dataloader:
         return self._read_rows(rows, part.columns)
 
     def _read_rows(self, rows: Sequence[RowPosition], columns: tuple[str, ...]) -> pa.Table:
-        schema = pa.schema([self._schema.field(name) for name in columns])
+        schema = pa.schema([(name, type_at(self._schema, name)) for name in columns])
         by_source: dict[int, list[int]] = {}
         for place, row in enumerate(rows):
             by_source.setdefault(row.source, []).append(place)

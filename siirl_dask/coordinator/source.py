@@ -32,9 +32,10 @@ from siirl_dask.schema import (
     TYPES,
     is_index_column,
     loaded_type,
+    missing_step,
+    type_at,
     with_large_offsets,
 )
-from siirl_dask.tables import path_steps
 
 _OWN = (*IDENTITY, *ORIGIN)  # columns that no dataset has
 # what names of JSON and CSV end in
@@ -293,6 +294,14 @@ def exists(url: str) -> bool:
     return True
 
 
+def is_vacant(url: str) -> bool:
+    """Return whether a table may come to ``url``, where ``exists`` has found none: nothing else is
+    there.
+    """
+    fs, path = open_fs(url)
+    return not list_files(fs, path)
+
+
 def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
     """Return the columns that the dataloader reads: identity, origin, ``prompt``, ``answer``, all
     others as they are.
@@ -341,17 +350,15 @@ def _column_type(schema: pa.Schema, path: str, source: Source, key: str) -> pa.D
     """Return the type of the column that ``key`` of the configuration names. DataError if there is
     none.
     """
-    kind = pa.struct(list(schema))
-    for name in path_steps(path, schema.names):
-        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
-            known = [field.name for field in kind] if pa.types.is_struct(kind) else []
-            within = f": no {name!r}" if name != path else ""
-            raise DataError(
-                f"dataset {source.url!r} has no column {path!r}{within} (there is: {known})"
-                f"{did_you_mean(name, known)}; {key} names it"
-            )
-        kind = kind.field(name).type
-    return kind
+    missing = missing_step(schema, path)
+    if missing is not None:
+        name, known = missing
+        within = f": no {name!r}" if name != path else ""
+        raise DataError(
+            f"dataset {source.url!r} has no column {path!r}{within} (there is: {known})"
+            f"{did_you_mean(name, known)}; {key} names it"
+        )
+    return type_at(schema, path)
 
 
 def opened(dataset: Dataset) -> Dataset:

@@ -22,8 +22,9 @@ from siirl_dask.schema import (
     PROMPT,
     SOURCE_NAME,
     TYPES,
+    path_steps,
 )
-from siirl_dask.tables import Ints, path_steps
+from siirl_dask.tables import Ints
 
 
 def table_readers(dataset: Dataset) -> list[TableReader]:
@@ -47,11 +48,7 @@ class TableReader:
         self.limit = source.read_limit
         self._name = name
         self._known = snapshot.schema.names
-        # names that lead to the values of a column; all other columns are the table's own
-        self._paths = {
-            PROMPT: path_steps(source.prompt, self._known),
-            ANSWER: path_steps(source.answer, self._known),
-        }
+        self._renamed = {PROMPT: source.prompt, ANSWER: source.answer}
         self._rows = RowReader(source.url, snapshot, source.read_limit, int(source.keep * part))
         self._origins = _origins(snapshot)
 
@@ -76,7 +73,7 @@ class TableReader:
             DATA_ROW: pa.array(numbers, TYPES[DATA_ROW]),
         }
         own = (*IDENTITY, *ORIGIN)
-        paths = {name: self._paths.get(name, [name]) for name in schema.names if name not in own}
+        paths = {name: self._steps(name) for name in schema.names if name not in own}
         if self._name is not None and SOURCE_NAME in paths:
             del paths[SOURCE_NAME]
             columns[SOURCE_NAME] = pa.repeat(pa.scalar(self._name, TYPES[SOURCE_NAME]), len(rows))
@@ -86,14 +83,23 @@ class TableReader:
         if names:
             table = self._rows.read(rows, following, names)
         for name, path in paths.items():
-            first, *rest = path  # into the structs of the table
-            if table is None or first not in names:
+            column, *rest = path  # into the structs of the table
+            if table is None or column not in names:
                 columns[name] = pa.nulls(len(rows), schema.field(name).type)
             elif rest:
-                columns[name] = pc.struct_field(table[first], rest)
+                columns[name] = pc.struct_field(table[column], rest)
             else:
-                columns[name] = table[first]
+                columns[name] = table[column]
         return columns
+
+    def _steps(self, name: str) -> list[str]:
+        """Return the names that lead to the values of a column of the plan in this table."""
+        if name in self._renamed:
+            return path_steps(self._renamed[name], self._known)
+        first, *rest = path_steps(name, self._known)
+        if rest and first in self._renamed:
+            return [*path_steps(self._renamed[first], self._known), *rest]
+        return [first, *rest]
 
 
 def _origins(snapshot: Snapshot) -> list[tuple[int, int]]:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
-from siirl_storage import Snapshot, TableNotFound, open_table
+from siirl_storage import Snapshot, TableNotFound, open_fs, open_table
 
+from siirl_dask.config import check_location
 from siirl_dask.datasets.column_paths import extract, steps_of
 from siirl_dask.datasets.destination import destination
 from siirl_dask.datasets.inputs import InputRows, open_inputs, readable, total_rows
@@ -249,10 +250,16 @@ def _destination_table(request: ImportRequest) -> Snapshot | None:
         raise DataError(
             f"DEST={request.to!r}: expected the place of a table, which is not there yet"
         )
+    check_location("DEST", request.to)
     with destination(request.to):
         try:
             there = open_table(request.to)
-        except TableNotFound:
+        except TableNotFound as error:
+            fs, path = open_fs(request.to)
+            if fs.isfile(path):
+                raise DataError(
+                    f"DEST={request.to!r} is a file, and a table is a folder: choose another name"
+                ) from error
             return None
         if not request.append or there.version is None:
             what = "a table is"

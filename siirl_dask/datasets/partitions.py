@@ -19,8 +19,7 @@ from siirl_storage import Part, StorageError, join, open_fs, read_rows, stage
 from siirl_dask.datasets.casting import cast
 from siirl_dask.datasets.mapping import common_type, storable
 from siirl_dask.errors import DataError
-from siirl_dask.schema import decoded, inner_nulls_as_text, is_index_column
-from siirl_dask.tables import path_steps
+from siirl_dask.schema import decoded, inner_nulls_as_text, is_index_column, path_steps
 from siirl_dask.wording import exception_text
 
 _ROW_GROUP_BYTES = 2**24  # before they are encoded, as data import writes

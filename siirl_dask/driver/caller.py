@@ -13,8 +13,8 @@ from typing import Any
 from distributed import Client, Security
 
 from siirl_dask.config import Config
-from siirl_dask.dask_internals import SchedulerRpc, is_connected
-from siirl_dask.errors import ConfigError
+from siirl_dask.dask_internals import SchedulerRpc, is_connected, largest_size
+from siirl_dask.errors import ConfigError, counted
 from siirl_dask.observe import Record
 from siirl_dask.runs.owner import Owner
 
@@ -68,7 +68,8 @@ class RunCaller:
 
     def on_its_cluster(self, config: Config) -> Config:
         """Return the configuration with the scheduler of the caller's client. ConfigError where
-        the configuration names another cluster, or the client is not connected.
+        the configuration names another cluster, the client is not connected, or its cluster will
+        never have enough workers.
         """
         if self.client is None:
             return config
@@ -84,6 +85,7 @@ class RunCaller:
                     f"client= is of the cluster at {address}, and cluster.{key}={value!r} names "
                     f"another: leave cluster.{key} out"
                 )
+        _check_size(self.client, cluster.workers)
         return replace(config, cluster=replace(cluster, address=address))
 
 
@@ -95,6 +97,21 @@ def scheduler_address(client: Client) -> str:
             "that is asynchronous connects with `client = await Client(..., asynchronous=True)`"
         )
     return SchedulerRpc(client).address
+
+
+def _check_size(client: Client, workers: int) -> None:
+    """Raise ConfigError for a cluster of this program's that nothing enlarges: it would be waited
+    for in vain.
+    """
+    most = largest_size(client.cluster)
+    if most is None or most >= workers:
+        return
+    fewer = f"set cluster.workers={most}, or " if most else ""
+    raise ConfigError(
+        f"cluster.workers={workers}, and the cluster of client= has {counted(most, 'worker')} and "
+        f"is not going to have more: {fewer}enlarge it first, by cluster.scale({workers}) or "
+        f"cluster.adapt(Adaptive=siirl_dask.Adaptive, maximum={workers})"
+    )
 
 
 # A run is ended from another process by a message on a topic of the scheduler's, which reaches its

@@ -37,7 +37,7 @@ from siirl_dask.observe import (
     values,
     write_summary,
 )
-from siirl_dask.observe.backends import TrackedRun, Tracker, tracked_id
+from siirl_dask.observe.backends import TrackedRun, Tracker, identify
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import Attempt
 from siirl_dask.runs.trace import slowest_of
@@ -283,14 +283,20 @@ class RunLog:
         is_new = True
         if self.resume.exists or self.begun:
             is_new = False
+        identity = identify(run.url, new=is_new)
+        earlier: list[Record] = []
+        if identity.note is not None:
+            self.progress.note(identity.note)
+            if self.resume.last:
+                earlier = read_metrics(run.url)
         tracked = TrackedRun(
-            id=tracked_id(run.url, new=is_new),
+            id=identity.id,
             name=run.name,
             url=run.url,
             project=observe.project,
             config=redacted(plain(self.config)),
         )
-        self._tracker.begin(tracked, repeat_from)
+        self._tracker.begin(tracked, repeat_from, earlier)
 
     def _slowest(self) -> Slowest | None:
         """Return what took longest in the last steps; None where nothing is recorded, or another

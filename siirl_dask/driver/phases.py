@@ -20,6 +20,7 @@ from siirl_dask.coordinator import (
     Source,
     dataset_schema,
     exists,
+    is_vacant,
     open_source,
     training_dataset,
 )
@@ -41,6 +42,7 @@ from siirl_dask.schema import (
     TYPES,
     DataType,
     Schema,
+    type_at,
 )
 from siirl_dask.wording import redacted
 
@@ -90,9 +92,9 @@ def plan_phases(
             datasets[Phase.TEST] = (replace(validation, nodes=tuple(nodes)), test)
     phases: Phases = {}
     for phase, (graph, dataset) in datasets.items():
-        absent = {
-            source.url for source in dataset.sources if assume_columns and not exists(source.url)
-        }
+        absent = set()
+        if assume_columns:
+            absent = {source.url for source in dataset.sources if _is_to_come(config, source.url)}
         dataset, schema = _open(config, dataset, absent)
         _check_images(config, dataset, schema)
         plan = compile_chains(
@@ -158,6 +160,17 @@ def due_tables(config: Config, phases: Phases, done: int) -> dict[str, DueTable]
     return due
 
 
+def _is_to_come(config: Config, url: str) -> bool:
+    """Return whether there is no dataset at ``url`` yet: nothing is there, or what ``data.prepare``
+    replaces.
+    """
+    if exists(url):
+        return False
+    if config.data.prepare is not None:
+        return True
+    return is_vacant(url)
+
+
 def _open(config: Config, dataset: Dataset, absent: Collection[str]) -> tuple[Dataset, Schema]:
     """Return the dataset with its tables open, except those at the URLs ``absent``, and the
     columns to load.
@@ -185,10 +198,11 @@ def _check_images(config: Config, dataset: Dataset, schema: Schema) -> None:
     if column is None:
         return
     label = f"images.column={column!r}: the column of dataset {dataset.sources[0].url!r}"
-    if column not in schema.names:
+    kind = type_at(schema, column)
+    if kind is None:
         known = [name for name in schema.names if name not in (*IDENTITY, *ORIGIN)]
         raise DataError(f"{label} is not there (there is: {known}){did_you_mean(column, known)}")
-    check_layout(schema.field(column).type, label)
+    check_layout(kind, label)
 
 
 def assumed_columns(config: Config, source: Source | None = None) -> Schema:

@@ -67,6 +67,7 @@ from siirl_dask.schema import (
     Schema,
     fields,
     make_schema,
+    path_steps,
 )
 
 _RIGHT = 1.0  # rewards of at least this: all tests passed, the answer and the format right
@@ -76,8 +77,8 @@ _BEST = "best@"
 
 @dataclass(frozen=True, slots=True)
 class ColumnPath:
-    """A column of the dataset; a dot goes into a struct. Iterating gives the columns that it
-    reads, for a contract.
+    """A column of the dataset, or a field of its structs (``schema.path_steps``). Iterating gives
+    what it reads, for a contract.
     """
 
     path: str | None = None
@@ -85,7 +86,7 @@ class ColumnPath:
 
     def __iter__(self) -> Iterator[str]:
         if self.path is not None:
-            yield self.path.split(".")[0]
+            yield self.path
 
     def texts(self, table: pa.Table) -> list[str | None]:
         """Return each row's value as text, None where there is none. DataError for a path that
@@ -93,7 +94,7 @@ class ColumnPath:
         """
         if self.path is None:
             return [None] * table.num_rows
-        first, *rest = self.path.split(".")
+        first, *rest = path_steps(self.path, table.column_names)
         try:
             values = pc.struct_field(table[first], rest) if rest else table[first]
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:

@@ -9,7 +9,7 @@ from the last table above that holds it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from siirl_dask.errors import PlanError, did_you_mean
@@ -18,7 +18,7 @@ from siirl_dask.planner.column_sources import chosen_source, find_suppliers, sup
 from siirl_dask.planner.contract import Groups
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.node import Node
-from siirl_dask.schema import IDENTITY, TYPES, Schema
+from siirl_dask.schema import IDENTITY, TYPES, Schema, make_schema, missing_step, type_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,7 @@ def trace_columns(dag: DAG, source: Schema) -> dict[str, NodeColumns]:
     single: dict[str, bool] = {}
     order = dag.ordered()
     dataset = {field.name: Column(field.name, DATA, field.type, of_groups=True) for field in source}
+    dataset.update(_named_fields(order, source))
     dataset.update(_identity(DATA))
     _check_draws(order)
     for node in order:
@@ -118,6 +119,22 @@ def trace_columns(dag: DAG, source: Schema) -> dict[str, NodeColumns]:
             one_a_group=single[name],
         )
     return flow
+
+
+def _named_fields(order: Sequence[Node], source: Schema) -> dict[str, Column]:
+    """Return the fields of the dataset's structs that nodes read by their paths, such as
+    ``extra_info.source``, as columns of these names.
+    """
+    named = {}
+    for node in order:
+        contract = node.contract
+        for path in (*contract.reads, *contract.optional, *contract.one_of):
+            if path in source.names:
+                continue
+            kind = type_at(source, path)
+            if kind is not None:
+                named[path] = Column(path, DATA, kind, of_groups=True)
+    return named
 
 
 def _output_columns(
@@ -212,11 +229,25 @@ def _check_reads(node: Node, available: Mapping[str, Column]) -> None:
         )
     missing = [name for name in node.contract.reads if name not in available]
     if missing:
-        hint = did_you_mean(missing[0], available)
+        types = {name: column.type for name, column in available.items()}
         raise PlanError(
             f"{node.label} reads {missing}, which no node before it writes (available: "
-            f"{sorted(available)}){hint}"
+            f"{sorted(available)}){_nearest(make_schema(types), missing[0])}"
         )
+
+
+def _nearest(schema: Schema, path: str) -> str:
+    """Return the end of the message about a path that is not there: where it ends, and a name like
+    the missing one.
+    """
+    step = missing_step(schema, path)
+    if step is None:
+        return ""
+    name, known = step
+    hint = did_you_mean(name, known)
+    if known == schema.names:
+        return hint
+    return f": no {name!r} (there is: {known}){hint}"
 
 
 def _demand(

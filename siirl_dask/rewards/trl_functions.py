@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from math import isnan
 from typing import Any
 
 from siirl_dask.errors import ConfigError, counted
@@ -42,9 +43,10 @@ def from_trl(
     Each is called with lists of one item: ``prompts``, ``completions``, the answer as
     ``answer_name``, and the columns. Where the prompt is a list of messages, the completion is one
     as well. Its text is ``plain_response``, the response without any special token, as in TRL; None
-    where that is ``response``. A function that gives None is left out of the row's sum, as in TRL.
+    where that is ``response``. A function that gives None or NaN is left out of the row's sum, as in
+    TRL.
 
-    ValueError where all of them give None: TRL leaves the row out of its loss, and so does
+    ValueError where all of them give None or NaN: TRL leaves the row out of its loss, and so does
     ``rewards.max_failures``. ValueError as well for another number of rewards than rows, or of
     weights than functions.
     """
@@ -92,12 +94,16 @@ def _total(
         values = list(result)
         if len(values) != 1:
             raise ValueError(f"{name} gave {len(values)} rewards for 1 row")
-        if values[0] is not None:
-            parts[name] = _number(name, values[0])
-            total += parts[name] * (1.0 if weights is None else weights[place])
+        if values[0] is None:
+            continue
+        number = _number(name, values[0])
+        if isnan(number):  # TRL makes NaN of None, and cannot tell one from the other
+            continue
+        parts[name] = number
+        total += number * (1.0 if weights is None else weights[place])
     if not parts:
         raise ValueError(
-            f"{', '.join(names)} gave None: TRL leaves such a row out of its loss; "
+            f"{', '.join(names)} gave None or NaN: TRL leaves such a row out of its loss; "
             "rewards.max_failures=N does so for up to N rows of a step"
         )
     return {"reward": total, **parts}

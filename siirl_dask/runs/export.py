@@ -24,7 +24,7 @@ from siirl_storage import (
     set_retry_seconds,
 )
 
-from siirl_dask.config import AgentConfig, Config, Dtype
+from siirl_dask.config import AgentConfig, Config, Dtype, check_location
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.models.cache import folder_here
 from siirl_dask.runs.checkpoints import Checkpoint
@@ -253,6 +253,7 @@ def check_unused(url: str, option: str) -> None:
     """Raise ConfigError, naming ``option``, unless ``url`` can be written and is absent or an
     empty folder.
     """
+    check_location(option, url)
     try:
         fs, path = open_fs(url)
     except StorageError as error:

@@ -2,8 +2,13 @@
 has stored them.
 """
 
-from siirl_dask.tables.column_path import path_steps
-from siirl_dask.tables.decoding import decode_array, decode_column, decoded_column, needs_decoding
+from siirl_dask.tables.decoding import (
+    decode_array,
+    decode_column,
+    decoded_column,
+    needs_decoding,
+    values_at,
+)
 from siirl_dask.tables.rows import (
     Ints,
     filled_by_group,
@@ -34,7 +39,6 @@ __all__ = [
     "needs_decoding",
     "once_per_group",
     "one_of_each_group",
-    "path_steps",
     "read_kept_rows",
     "read_stored_rows",
     "rows_at",
@@ -43,5 +47,6 @@ __all__ = [
     "step_folder",
     "step_name",
     "step_of",
+    "values_at",
     "with_values_of_groups",
 ]

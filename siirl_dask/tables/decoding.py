@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from siirl_dask.schema import decoded
+from siirl_dask.schema import decoded, path_steps
 
 
 def decode_column(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
@@ -28,6 +29,18 @@ def decoded_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
     if needs_decoding(column.type):
         return decode_column(column, decoded(column.type))
     return column
+
+
+def values_at(table: pa.Table, path: str) -> pa.ChunkedArray:
+    """Return the values at ``path`` (see ``schema.path_steps``), decoded one by one.
+
+    KeyError where the table has no such column, ArrowInvalid where its structs have no such field.
+    """
+    column, *inner = path_steps(path, table.column_names)
+    values = decoded_column(table[column])
+    if inner:
+        return pc.struct_field(values, inner)
+    return values
 
 
 def needs_decoding(kind: pa.DataType) -> bool:

@@ -101,6 +101,15 @@ def test_json_is_answered_with_the_command_that_makes_a_table(capsys, digits, tm
         assert f"siirl-dask data import '{tmp_path}/my rows.jsonl' '{tmp_path}/my rows'" in said
 
 
+def test_a_folder_with_other_files_is_no_dataset_that_is_still_to_come(capsys, digits, tmp_path):
+    """Such as the model's: a plan said that no dataset was there yet, and a run that none is."""
+    (tmp_path / "other").mkdir()
+    assert "no dataset is at" in planned(capsys, *digits, f"data.url={tmp_path}/other")
+    (tmp_path / "other" / "notes.md").write_text("x")
+    said = refused(capsys, *digits, f"data.url={tmp_path}/other")
+    assert f"no table at {tmp_path}/other" in said
+
+
 def test_columns_within_one_struct_are_assumed_together(capsys, digits):
     paths = [
         "data.url=none",

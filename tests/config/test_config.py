@@ -303,6 +303,18 @@ REFUSED = [
         ["trainer.betas=(0.9, 1.0): expected two numbers from 0 to below 1"],
     ),
     ("run: {url: ''}", [], ["run.url='': expected a folder or an fsspec URL"]),
+    # a newcomer's paths: each would be a local one, and the run's folder made there
+    ("run: {url: $HOME/x}", [], ["run.url='$HOME/x': no shell reads this", "${oc.env:HOME}"]),
+    ("run: {url: /a/$USER/x}", [], ["write $USER as ${oc.env:USER}"]),
+    ("run: {url: 's3:/bucket/x'}", [], ["run.url='s3:/bucket/x': expected s3:// with two slashes"]),
+    ("validation: {url: 'C:\\x.parquet'}", [], ["validation.url=", "is a path of Windows"]),
+    ("validation: {url: 'x.parquet '}", [], ["'x.parquet ': begins or ends with a blank"]),
+    ("", ["data.url=[a,b]"], ["data.url='[a,b]': expected one path or URL, and this is a list"]),
+    ("", ["model.path=$HOME/m"], ["model.path='$HOME/m': no shell reads this"]),
+    ("trainer: {lora: {rank: -1}}", [], ["run.yaml: trainer.lora.rank=-1: expected at least 0"]),
+    ("critic: {lr: 0}", [], ["run.yaml: critic.lr=0.0: expected more than 0"]),
+    ("trainer.lora.rank: 8", [], ["in a file it is trainer: {lora: {rank: ...}}"]),
+    ("rollout: {temperature: .inf}", [], ["rollout.temperature=inf: expected a finite number"]),
     ("algorithm: {kl_coefficient: -1}", [], ["algorithm.kl_coefficient=-1.0: expected at least 0"]),
     (
         "algorithm: {correction_options: {cap: 2}}",
@@ -357,7 +369,13 @@ REFUSED = [
     ),
     ("run: {name: '${nme}'}", [], ["run.name: Interpolation key 'nme' not found"]),
     ("run: {name: '${run.name}'}", [], ["run.name: Recursive interpolation detected"]),
-    ("run: {name: '${oc.env:NOT_SET}'}", [], ["run.name: ", "'NOT_SET' not found"]),
+    (
+        "run: {name: '${oc.env:NOT_SET}'}",
+        [],
+        ["run.name: ", "'NOT_SET' not found", "set it, or give it a default: ${oc.env:NOT_SET,"],
+    ),
+    ("run: {name: '${HOME}'}", [], ["'HOME' not found", "is written ${oc.env:HOME}"]),
+    ("run: {name: '${env:HOME}'}", [], ["a variable of the environment is written ${oc.env:NAME}"]),
     ("run: {name: '${a'}", [], ["run.yaml: run.name: "]),
     (
         "nodes: [{name: '${rollout.m}'}]",

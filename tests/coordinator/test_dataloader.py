@@ -74,6 +74,24 @@ def test_a_name_with_dots_is_a_columns_before_it_is_a_path(tmp_path, ending, pro
     assert table.to_pydict() == {"prompt": rows[prompt], "answer": rows[prompt], **rows}
 
 
+def test_a_field_of_a_struct_is_loaded_by_its_path_and_so_is_a_column_of_that_name(tmp_path):
+    """As nodes ask for it: paths are those of the dataset, under its names in the plan too."""
+    extra = [{"source": name, "n": {"of": row}} for row, name in enumerate("ab")] + [None]
+    rows = {"q": ["x"] * 3, "extra": extra, "extra.flat": [7, 8, 9]}
+    pq.write_table(pa.table(rows), tmp_path / "train.parquet")
+    url = str(tmp_path / "train.parquet")
+    loader = Dataloader(source(url, answer="extra.n", batch_size=3, seed=None))
+    asked = ["extra.source", "extra.n.of", "extra.flat", "answer.of"]
+    table = loader.load(0, asked, 0, 1)
+    loader.close()
+    assert table.to_pydict() == {
+        "extra.source": ["a", "b", None],
+        "extra.n.of": [0, 1, None],
+        "extra.flat": [7, 8, 9],
+        "answer.of": [0, 1, None],
+    }
+
+
 NULL_KEY = {"role": "user", "name": None, "parts": [{"kind": None}, {"kind": None}]}
 
 

@@ -1,6 +1,7 @@
 """An import gives the rows of its sources, whatever their kind, or nothing."""
 
 import json
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from siirl_storage import TableNotFound, join, open_fs, open_table
 from siirl_dask.config import Config, DataConfig
 from siirl_dask.coordinator.dataloader import Dataloader, Source, open_source
 from siirl_dask.datasets import ColumnMapping, ImportRequest, PromptLengths, import_data, parse_type
-from siirl_dask.errors import ConfigError, DataError
+from siirl_dask.errors import ConfigError, DataError, UserError
 from siirl_dask.rollout.tokenizer import load_tokenizer
 from siirl_dask.schema import IDENTITY, ORIGIN
 from tests.datasets.kinds import KINDS, ROWS, TABLE, json_lines, parquet, stream
@@ -455,6 +456,24 @@ def test_a_type_that_is_none_is_refused(text):
         pa.int64(),
         pa.float64(),
     ]
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("rows.csv", "DEST='rows.csv' is a file, and a table is a folder"),
+        ("s3:/bucket/rows", "DEST='s3:/bucket/rows': expected s3:// with two slashes"),
+        ("$HOME/rows", "DEST='$HOME/rows': no shell reads this"),
+    ],
+)
+def test_a_place_that_cannot_be_meant_is_refused_before_a_folder_is_made(
+    place, said, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.csv").write_text("prompt\na\n")
+    with pytest.raises(UserError, match=re.escape(said)):
+        imported("rows.csv", to=place)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
 
 
 @pytest.mark.parametrize("nothing", ["", " "])

@@ -10,10 +10,10 @@ import pytest
 
 from siirl_dask.commands.plan import describe_run
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.driver.phases import dags
+from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.driver.run import run
 from siirl_dask.errors import ConfigError, DataError
-from siirl_dask.planner import Rows
+from siirl_dask.planner import Phase, Rows
 from tests.conftest import digits_overrides
 
 
@@ -66,6 +66,18 @@ def test_an_unusable_column_is_named_with_its_dataset(given, column, lengths, sa
         with pytest.raises(DataError, match=rf"rollout\.expected_length_column={said}") as caught:
             start(config, dag, validation)
         assert config.data.url in str(caught.value)
+
+
+def test_lengths_may_be_in_a_struct_or_in_a_column_whose_name_has_a_dot(given):
+    for flat in (False, True):
+        rows = pa.table({"prompt": ["a", "b"], "answer": ["", ""], "extra": [{"n": 1}, {"n": 2}]})
+        config, dag, validation = given(
+            pa.array([1, 2, 3]), "rollout.expected_length_column=extra.n"
+        )
+        pq.write_table(rows.flatten() if flat else rows, config.data.url)
+        plan = plan_phases(config, dag, validation, worker_names(config))[Phase.TRAIN][0]
+        assert "extra.n" in plan.flow["prompts"].reads
+        describe_run(config, dag, validation)
 
 
 def test_a_dag_in_which_nobody_reads_it_is_refused(given):

@@ -134,12 +134,14 @@ def answer(ctx, table, *, n):
     return rows.append_column("reward", pa.array(rewards, TYPES["reward"]))
 
 
-def measured(tmp_path, workers, placement=None, prompts=11, **options):
+def measured(tmp_path, workers, placement=None, prompts=11, *, flat=False, **options):
     """Return what a validation of ``prompts`` prompts logs."""
     extra = [{"source": SOURCES[at % 3]} for at in range(prompts)]
     table = pa.table(
         {"prompt": [str(at) for at in range(prompts)], "answer": [""] * prompts, "extra": extra}
     )
+    if flat:
+        table = table.flatten()
     pq.write_table(table, tmp_path / "data.parquet", row_group_size=2)
     source = Source(url=str(tmp_path / "data.parquet"), prompt="prompt", answer="answer")
     roles = (Role("a", build_nothing), Role("b", build_nothing))
@@ -170,6 +172,11 @@ def test_uneven_workers_give_the_numbers_of_one_to_the_last_bit(tmp_path):
     for workers in (2, 3, 5):
         assert measured(tmp_path, workers) == one, workers
     assert measured(tmp_path, 3, {"a": [0, 1], "b": [1, 2]}) == one
+
+
+def test_a_source_may_be_a_column_whose_name_has_a_dot(tmp_path):
+    """As json_normalize of pandas names it."""
+    assert measured(tmp_path, 1, flat=True) == measured(tmp_path, 1)
 
 
 def test_prompts_count_alike_and_not_for_a_k_above_their_samples(tmp_path):
@@ -289,8 +296,13 @@ def test_a_trial_refuses_a_large_k_and_the_contract_reads_the_source(tmp_path):
     node = Node("measure", partial(measure_answers, n=4, k=(1, 9)), role="reward")
     with pytest.raises(PlanError, match=r"k=\[1, 9\]: 9 of n=4 samples"):
         node.try_options()
-    with pytest.raises(PlanError, match=r"reads \['extr'\].*did you mean 'extra'"):
+    with pytest.raises(PlanError, match=r"reads \['extr\.source'\].*did you mean 'extra'"):
         measured(tmp_path, 1, source=ColumnPath("extr.source"))
+    within = (
+        r"reads \['extra\.sorce'\].*: no 'sorce' \(there is: \['source'\]\); did you mean 'source'"
+    )
+    with pytest.raises(PlanError, match=within):
+        measured(tmp_path, 1, source=ColumnPath("extra.sorce"))
 
 
 def test_yaml_and_python_spell_one_node():
@@ -300,7 +312,7 @@ def test_yaml_and_python_spell_one_node():
     assert spec["nodes"][0]["with"]["source"] == {"path": "x.y"}
     again = dag_from_spec(spec["roles"], spec["nodes"])
     assert again == dag
-    assert again.nodes[0].contract.reads == ("group_id", "reward", "response", "x")
+    assert again.nodes[0].contract.reads == ("group_id", "reward", "response", "x.y")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@ stop a run nor slow it down."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import sys
@@ -18,7 +20,7 @@ from siirl_dask.config.file import load_text
 from siirl_dask.config.file.coerce import plain
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import MetricsLog, Record, Status
-from siirl_dask.observe.backends import TrackedRun, Tracker, check_backends, tracked_id
+from siirl_dask.observe.backends import TrackedRun, Tracker, check_backends, identify
 from siirl_dask.observe.backends.outlet import Outlet
 from siirl_dask.planner import Phase
 
@@ -169,6 +171,24 @@ def test_a_backend_that_hangs_for_ever_is_left_when_the_run_ends():
     backend.let_go.set()
 
 
+def test_a_copy_brings_its_earlier_steps_to_backends_outside_of_its_folder(monkeypatch):
+    """Also more of them than may wait."""
+    inside, outside = Stubborn(threading.Event()), Stubborn(threading.Event())
+    inside.let_go.set()
+    outside.let_go.set()
+    makers = {MetricsBackend.tensorboard: lambda: inside, MetricsBackend.wandb: lambda: outside}
+    monkeypatch.setattr("siirl_dask.observe.backends._MAKERS", makers)
+    said = []
+    tracker = Tracker(list(makers), said.append)
+    earlier = [train(step, 0.5) for step in range(1, 10_050)]
+    tracker.begin(tracked("x"), 10_050, earlier)
+    tracker.write(train(10_050, 0.5))
+    tracker.end(Status.COMPLETE)
+    assert said == []
+    assert outside.got == list(range(1, 10_051))
+    assert inside.got == [10_050]
+
+
 def test_a_backend_that_lags_too_far_is_dropped_and_holds_no_more_memory():
     said, backend = [], Stubborn(threading.Event())
     outlet = filled(backend, said, 500, most=20)
@@ -244,35 +264,77 @@ def test_a_misspelt_backend_and_one_that_is_named_twice_are_refused():
     ]
 
 
+def id_of(folder, *, new):
+    return identify(str(folder), new=new).id
+
+
 def test_a_runs_id_stays_until_the_run_is_new(tmp_path):
-    first = tracked_id(str(tmp_path), new=True)
+    first = id_of(tmp_path, new=True)
     assert re.fullmatch("[0-9a-z]{21}", first)
-    assert tracked_id(str(tmp_path), new=False) == first
-    assert (second := tracked_id(str(tmp_path), new=True)) != first
+    assert id_of(tmp_path, new=False) == first
+    assert (second := id_of(tmp_path, new=True)) != first
     for damaged in (b"", b"[]", b'{"id": "../../x"}', b'{"id": 7}'):
         (tmp_path / "tracking.json").write_bytes(damaged)
-        assert tracked_id(str(tmp_path), new=False) not in (first, second)
+        assert id_of(tmp_path, new=False) not in (first, second)
 
 
 def test_a_copy_of_a_run_that_is_still_there_is_another_run_of_the_backends(tmp_path):
     """Both go on, and would write into one."""
-    first = tracked_id(str(tmp_path / "run"), new=True)
+    first = id_of(tmp_path / "run", new=True)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    copied = tracked_id(str(tmp_path / "copy"), new=False)
+    copied = id_of(tmp_path / "copy", new=False)
     assert copied != first
-    assert tracked_id(str(tmp_path / "copy"), new=False) == copied
-    assert tracked_id(str(tmp_path / "run"), new=False) == first
+    assert id_of(tmp_path / "copy", new=False) == copied
+    assert id_of(tmp_path / "run", new=False) == first
+
+
+def test_a_copy_on_another_machine_is_another_run_with_the_steps_so_far(tmp_path):
+    """The record that came along names a machine on whose disk nothing can be seen from here."""
+    first = id_of(tmp_path / "run", new=True)
+    file = tmp_path / "run" / "tracking.json"
+    record = json.loads(file.read_text())
+    elsewhere = record | {"host": "elsewhere", "url": "/somewhere/run"}
+    at_the_same_path = record | {"host": "elsewhere", "inode": record["inode"] + 1}
+    for copied in (elsewhere, at_the_same_path):
+        file.write_text(json.dumps(copied))
+        on_a_disk_of_its_own = os.major(tmp_path.stat().st_dev) != 0
+        if copied is at_the_same_path and not on_a_disk_of_its_own:
+            continue  # it may be shared
+        identity = identify(str(tmp_path / "run"), new=False)
+        assert identity.id != first
+        assert f"{copied['url']} on elsewhere" in identity.note
+        assert f"{first!r} as id" in identity.note
+        assert id_of(tmp_path / "run", new=False) == identity.id, "from then on it is itself"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"id": first}))
+        assert id_of(tmp_path / "run", new=False) == first, "as the note says"
+
+
+def test_one_folder_seen_from_two_machines_is_one_run(tmp_path):
+    first = id_of(tmp_path, new=True)
+    file = tmp_path / "tracking.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"host": "elsewhere"}))
+    assert id_of(tmp_path, new=False) == first
+
+
+def test_a_run_of_a_store_that_cannot_be_read_from_here_counts_as_a_copy(tmp_path):
+    first = id_of(tmp_path, new=True)
+    file = tmp_path / "tracking.json"
+    file.write_text(json.dumps({"id": first, "url": "nosuchstore://bucket/run"}))
+    assert id_of(tmp_path, new=False) != first
+    earlier_version = {"id": first, "url": str(tmp_path / "gone")}
+    file.write_text(json.dumps(earlier_version))
+    assert id_of(tmp_path, new=False) == first, "moved, as far as can be seen"
 
 
 def test_a_run_that_was_moved_or_has_two_names_stays_the_same_run_of_the_backends(tmp_path):
-    first = tracked_id(str(tmp_path / "run"), new=True)
+    first = id_of(tmp_path / "run", new=True)
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    assert tracked_id(str(tmp_path / "link"), new=False) == first
+    assert id_of(tmp_path / "link", new=False) == first
     (tmp_path / "run").rename(tmp_path / "moved")
-    assert tracked_id(str(tmp_path / "moved"), new=False) == first
+    assert id_of(tmp_path / "moved", new=False) == first
     (tmp_path / "run").mkdir()
-    assert tracked_id(str(tmp_path / "run"), new=True) != first
-    assert tracked_id(str(tmp_path / "moved"), new=False) == first
+    assert id_of(tmp_path / "run", new=True) != first
+    assert id_of(tmp_path / "moved", new=False) == first
 
 
 def test_settings_are_named_as_one_types_them():

@@ -7,6 +7,7 @@ import re
 from functools import partial
 
 import pytest
+import torch
 
 from siirl_dask.cli import main
 from siirl_dask.config import RewardsConfig
@@ -78,10 +79,15 @@ def test_a_completion_has_no_special_token_as_trl_decodes_it(prompt):
     assert given([ended], **row, plain_response=None)["reward"] == 0.0
 
 
-def test_none_is_left_out_of_the_sum_and_nothing_is_made_up_where_all_are_none():
-    assert given([length, skipped]) == {"reward": 3.0, "length": 3.0}
-    with pytest.raises(ValueError, match=r"skipped gave None: .*rewards.max_failures=N"):
-        given([skipped])
+def undefined(prompts, completions, **kwargs):
+    return torch.tensor([float("nan")] * len(completions))
+
+
+@pytest.mark.parametrize("absent", [skipped, undefined], ids=["None", "NaN"])
+def test_none_or_nan_is_left_out_of_the_sum_and_nothing_is_made_up_where_all_are(absent):
+    assert given([length, absent], weights=[1.0, 5.0]) == {"reward": 3.0, "length": 3.0}
+    with pytest.raises(ValueError, match=r"gave None or NaN: .*rewards.max_failures=N"):
+        given([absent])
 
 
 def test_async_functions_are_awaited_together():

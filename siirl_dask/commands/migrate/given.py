@@ -129,10 +129,10 @@ def _from_yaml(text: str, path: Path, more: Sequence[str]) -> Given:
         hint = ""
         if ours:
             hint = " (it looks like a configuration of siirl_dask already: siirl-dask plan)"
-        raise ConfigError(
-            f"{path}: neither verl's nor siiRL's{hint}: it has {', '.join(map(str, tree))}; "
-            f"{_EXPECTED}"
-        )
+        listed = "nothing"
+        if tree:
+            listed = ", ".join(map(str, tree))
+        raise ConfigError(f"{path}: neither verl's nor siiRL's{hint}: it has {listed}; {_EXPECTED}")
     values = _flat(tree)
     _override(values, more)
     return Given(

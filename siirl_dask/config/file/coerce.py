@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import StrEnum
 from typing import Any
@@ -44,20 +45,34 @@ def config_of(
     for group, kind in GROUPS.items():
         hints = field_types(kind)
         values = parts.resolved(group, path)
-        where = {key: f"{origins.get(f'{group}.{key}', path)}: {group}.{key}" for key in values}
-        typed = {key: _coerce(value, hints[key], where[key]) for key, value in values.items()}
-        groups[group] = _checked(kind, typed, path)
+        typed = {}
+        for key, value in values.items():
+            origin = origins.get(f"{group}.{key}", path)
+            with _placed(origin, group):
+                typed[key] = _coerce(value, hints[key], f"{origin}: {group}.{key}")
+        with _placed(path, group):
+            groups[group] = kind(**typed)
     hint = field_types(Config)[AGENTS]
-    groups[AGENTS] = _coerce(parts.resolved(AGENTS, path), hint, f"{path}: {AGENTS}")
-    config: Config = _checked(Config, groups, path)
-    return config
+    with _placed(f"{path}: {AGENTS}", AGENTS):
+        groups[AGENTS] = _coerce(parts.resolved(AGENTS, path), hint, f"{path}: {AGENTS}")
+    with _placed(path, ""):
+        return Config(**groups)
 
 
-def _checked(kind: type[Any], values: Mapping[str, Any], path: str) -> Any:
+@contextmanager
+def _placed(origin: str, group: str) -> Iterator[None]:
+    """Begin a ConfigError with where the value was written, unless it does so. A critic has the keys
+    of ``trainer``, which is what its class calls them.
+    """
     try:
-        return kind(**values)
+        yield
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        text = str(error)
+        if text.startswith(origin):
+            raise
+        if group == "critic":
+            text = text.replace("trainer.", "critic.")
+        raise ConfigError(f"{origin}: {text}") from error
 
 
 def plain(value: Any) -> Any:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    InterpolationKeyError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
 
 from siirl_dask.config.file.layers import first_line, key_hint
 from siirl_dask.errors import ConfigError
@@ -120,10 +125,18 @@ def _alone(text: str) -> Any:
 
 
 def _hint(error: OmegaConfBaseException) -> str:
-    """Return the nearest spelling of the key that an interpolation names; empty for none."""
-    if not isinstance(error, InterpolationKeyError):
-        return ""
-    named = re.search(r"'(.*)'", str(error))
+    """Return the nearest spelling of the key that an interpolation names, or how a variable of the
+    environment is named; empty for neither.
+    """
+    if isinstance(error, UnsupportedInterpolationType):
+        return "; a variable of the environment is written ${oc.env:NAME}"
+    named = re.search(r"'([^']*)'", str(error))
     if named is None:
         return ""
+    if "Environment variable" in str(error):
+        return f"; set it, or give it a default: ${{oc.env:{named[1]},default}}"
+    if not isinstance(error, InterpolationKeyError):
+        return ""
+    if named[1] in os.environ:
+        return f"; the variable of the environment is written ${{oc.env:{named[1]}}}"
     return key_hint(named[1])

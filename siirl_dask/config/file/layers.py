@@ -338,6 +338,9 @@ def check_keys(layer: Layer) -> None:
             hint = _elsewhere(group)
             if not hint:
                 hint = did_you_mean(group, valid)
+            names = group.split(".")
+            if len(names) > 1 and names[0] in valid:
+                hint = f"; in a file it is {': {'.join(names)}: ...{'}' * (len(names) - 1)}"
             raise ConfigError(
                 f"{layer.origin}: unknown group {group!r} (groups: {', '.join(valid)}){hint}"
             )

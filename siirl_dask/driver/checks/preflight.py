@@ -44,6 +44,8 @@ from siirl_dask.planner import (
     provides_of,
     short_name,
 )
+from siirl_dask.schema import path_steps, type_at
+from siirl_dask.tables import values_at
 from siirl_dask.wording import worker_ranges
 from siirl_dask.worker.run_spec import serialize_phases
 
@@ -415,18 +417,19 @@ def _check_expected_lengths(config: Config, phases: Phases) -> None:
 def _check_column(source: Source, column: str, *, required: bool) -> None:
     snapshot = open_source(source)
     label = f"rollout.expected_length_column={column!r}: that column of dataset {source.url!r}"
-    if column not in snapshot.schema.names:
+    known = snapshot.schema.names
+    if type_at(snapshot.schema, column) is None:
         if required:
-            known = snapshot.schema.names
             raise DataError(
                 f"{label} is not there (there is: {known}){did_you_mean(column, known)}"
             )
         return
+    name = path_steps(column, known)[0]
     first = 0
     for group in snapshot.row_groups():
         try:
-            lengths = snapshot.read_row_group(group, [column], max_bytes=source.read_limit)[column]
+            table = snapshot.read_row_group(group, [name], max_bytes=source.read_limit)
         except StorageError as error:
             raise DataError(f"dataset {source.url!r}: {error}") from error
-        check_expected_lengths(lengths, label, first)
+        check_expected_lengths(values_at(table, column), label, first)
         first += group.rows

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from siirl_storage import FooterCache, StorageError
 
 from siirl_dask.config import Config
@@ -24,8 +23,8 @@ from siirl_dask.images.prompts import marked
 from siirl_dask.models.cache import folder_here
 from siirl_dask.nodes import encode_prompts
 from siirl_dask.planner import Plan, bare
-from siirl_dask.schema import PROMPT
-from siirl_dask.tables import decoded_column, path_steps
+from siirl_dask.schema import PROMPT, path_steps
+from siirl_dask.tables import values_at
 
 if TYPE_CHECKING:
     from siirl_dask.images.processor import ImageProcessor
@@ -229,8 +228,9 @@ def _samples(source: Source, images: str | None) -> Iterator[list[Any]]:
     groups = snapshot.row_groups()
     numbers = random.permutation(len(groups))[: _GROUPS if images is None else _GROUPS_OF_IMAGES]
     rows_of_group = max(_ROWS, ceil(_GROUPS * _ROWS / len(numbers)))
-    column, *path = path_steps(source.prompt, snapshot.schema.names)
-    names = [column] if images is None else [column, images]
+    paths = [source.prompt] if images is None else [source.prompt, images]
+    known = snapshot.schema.names
+    names = list(dict.fromkeys(path_steps(path, known)[0] for path in paths))
     for number in numbers:
         group = groups[number]
         rows = np.sort(random.permutation(min(group.rows, _HEAD))[:rows_of_group]).tolist()
@@ -244,12 +244,11 @@ def _samples(source: Source, images: str | None) -> Iterator[list[Any]]:
             )
         except StorageError:
             continue
-        values = pc.struct_field(table[column], path) if path else table[column]
-        prompts = values.to_pylist()
+        prompts = values_at(table, source.prompt).to_pylist()
         if images is None:
             yield [prompt for prompt in prompts if prompt is not None]
             continue
-        shown = normalised(decoded_column(table[images]), images).to_pylist()
+        shown = normalised(values_at(table, images), images).to_pylist()
         yield [
             (prompt, value)
             for prompt, value in zip(prompts, shown, strict=True)

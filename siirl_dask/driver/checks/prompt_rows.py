@@ -24,8 +24,8 @@ from siirl_dask.models.cache import folder_here
 from siirl_dask.models.shapes import weight_shapes
 from siirl_dask.nodes import encode_prompts, sample_until_mixed
 from siirl_dask.planner import DAG, Plan, bare
-from siirl_dask.schema import ENDS_WITH_ANSWER, PROMPT
-from siirl_dask.tables import decoded_column, path_steps
+from siirl_dask.schema import ENDS_WITH_ANSWER, PROMPT, path_steps
+from siirl_dask.tables import values_at
 
 if TYPE_CHECKING:
     from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
@@ -163,7 +163,7 @@ def _rows(source: Source) -> Iterator[tuple[str, pa.ChunkedArray, pa.ChunkedArra
             continue
         left -= table.nbytes
         place = f"{group.part}" if group.index == 0 else f"row group {group.index} of {group.part}"
-        yield place, _values(table, source.prompt), _values(table, source.answer)
+        yield place, values_at(table, source.prompt), values_at(table, source.answer)
 
 
 def _first_answered(prompts: pa.ChunkedArray) -> int | None:
@@ -198,14 +198,6 @@ def _part_as_text(prompts: pa.ChunkedArray) -> str | None:
     return str(contents[found])
 
 
-def _values(table: pa.Table, path: str) -> pa.ChunkedArray:
-    column, *fields = path_steps(path, table.column_names)
-    values = decoded_column(table[column])
-    if fields:
-        return pc.struct_field(values, fields)
-    return values
-
-
 def first_prompt(config: Config, plan: Plan, dataset: Dataset) -> FirstPrompt | None:
     """Return the first prompt of an open dataset as the model sees it.
 
@@ -220,21 +212,22 @@ def first_prompt(config: Config, plan: Plan, dataset: Dataset) -> FirstPrompt | 
         return None
     source = dataset.sources[0]
     snapshot = open_source(source)
-    column = path_steps(source.prompt, snapshot.schema.names)[0]
     images = config.images.column
-    names = [column] if images is None else [column, images]
+    paths = [source.prompt] if images is None else [source.prompt, images]
+    known = snapshot.schema.names
+    names = list(dict.fromkeys(path_steps(path, known)[0] for path in paths))
     group = next(group for group in snapshot.row_groups() if group.rows)
     try:
         table = snapshot.read_row_group(group, names, rows=[0], max_bytes=source.read_limit)
     except StorageError:
         return None
-    prompt = _values(table, source.prompt)[0].as_py()
+    prompt = values_at(table, source.prompt)[0].as_py()
     if prompt is None:
         raise DataError(
             f"dataset {source.url!r}: its first prompt is null (data.prompt={source.prompt})"
         )
     if images is not None:
-        shown = images_of(normalised(decoded_column(table[images]), images)[0].as_py())
+        shown = images_of(normalised(values_at(table, images), images)[0].as_py())
         if any(image.data is None for image in shown):
             return None
         processor = load_processor(folder_here(config.model.path, weights=False), config.images)

@@ -9,19 +9,13 @@ tracker.end(Status.COMPLETE)
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
-from uuid import uuid4
-
-from siirl_storage import absolute, join, open_fs, write_atomic
 
 from siirl_dask.config import MetricsBackend
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe.backends.aim_run import AimBackend
+from siirl_dask.observe.backends.identity import TrackedIdentity, identify
 from siirl_dask.observe.backends.mlflow_run import MlflowBackend
 from siirl_dask.observe.backends.outlet import Outlet, patience
 from siirl_dask.observe.backends.parquet_file import ParquetBackend
@@ -32,18 +26,17 @@ from siirl_dask.observe.backends.trackio_run import TrackioBackend
 from siirl_dask.observe.backends.wandb_run import WandbBackend
 from siirl_dask.observe.metrics import Record
 from siirl_dask.observe.summary import Status
-from siirl_dask.wording import redacted
 
 __all__ = [
+    "TrackedIdentity",
     "TrackedRun",
     "Tracker",
     "TrackerBackend",
     "check_backends",
+    "identify",
     "missing_backends",
-    "tracked_id",
 ]
 
-_FILE = "tracking.json"
 _MAKERS: dict[MetricsBackend, Callable[[], TrackerBackend]] = {
     MetricsBackend.parquet: ParquetBackend,
     MetricsBackend.tensorboard: TensorBoardBackend,
@@ -54,6 +47,8 @@ _MAKERS: dict[MetricsBackend, Callable[[], TrackerBackend]] = {
     MetricsBackend.aim: AimBackend,
 }
 """Each imports its package when it begins, and not before."""
+_IN_FOLDER = (MetricsBackend.parquet, MetricsBackend.tensorboard)
+"""Backends whose files are in the run's folder, and come along where that is copied."""
 
 
 class Tracker:
@@ -65,14 +60,20 @@ class Tracker:
         self._note = note
         self._outlets: list[Outlet] = []
 
-    def begin(self, run: TrackedRun, again_from: int | None) -> None:
+    def begin(
+        self, run: TrackedRun, again_from: int | None, earlier: Sequence[Record] = ()
+    ) -> None:
         """Open the run, once; records of the steps from ``again_from`` on come again, if that is
-        not None.
+        not None. ``earlier`` are records of which a backend outside of the run's folder has none,
+        since the run has another id there than before.
         """
         if not self._outlets:
-            self._outlets = [Outlet(name, _MAKERS[name], self._note) for name in self._names]
-            for outlet in self._outlets:
+            for name in self._names:
+                outlet = Outlet(name, _MAKERS[name], self._note)
                 outlet.begin(run)
+                if name not in _IN_FOLDER:
+                    outlet.write_all(earlier)
+                self._outlets.append(outlet)
         if again_from is not None:
             for outlet in self._outlets:
                 outlet.rewind(again_from)
@@ -117,63 +118,3 @@ def _is_installed(package: str) -> bool:
     if spec is None:
         return False
     return spec.origin is not None
-
-
-def tracked_id(url: str, *, new: bool) -> str:
-    """Return the id of the run at ``url`` for backends, from its ``tracking.json``; ``new``
-    makes another one. So does the first start of a copy of a run that is still where it was: both
-    would write into one run of the backends.
-    """
-    here = redacted(absolute(url))
-    known = None
-    if not new:
-        known = _read_tracked(url)
-    if known is not None and known.url == here:
-        return known.id
-    if known is None or _is_still_at(known, url):
-        known = _TrackedPlace(uuid4().hex[:21])  # SwanLab's length; the others take any
-    fs, path = open_fs(join(url, _FILE))
-    write_atomic(fs, path, (json.dumps({"id": known.id, "url": here}) + "\n").encode())
-    return known.id
-
-
-@dataclass(frozen=True, slots=True)
-class _TrackedPlace:
-    """The content of ``tracking.json``."""
-
-    id: str
-    url: str = ""
-    """Where the run was at its last start; empty in a file of an earlier version."""
-
-
-def _read_tracked(url: str) -> _TrackedPlace | None:
-    """Return what the run at ``url`` has recorded; None where that is nothing usable."""
-    fs, path = open_fs(join(url, _FILE))
-    try:
-        found = json.loads(fs.cat_file(path))
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
-        return None
-    match found:
-        case {"id": str(name)} if re.fullmatch("[0-9a-f]{21}", name):
-            place = found.get("url", "")
-            return _TrackedPlace(name, place if isinstance(place, str) else "")
-    return None
-
-
-def _is_still_at(known: _TrackedPlace, url: str) -> bool:
-    """Return whether the run whose record is at ``url`` is also where it was, and not by another name
-    of the same folder.
-    """
-    if not known.url:
-        return False
-    try:
-        there = _read_tracked(known.url)
-    except Exception:  # each store has errors of its own: it is read from here no more
-        return False
-    if there is None or there.id != known.id:
-        return False
-    there_file = Path(absolute(known.url), _FILE)
-    here_file = Path(absolute(url), _FILE)
-    if there_file.exists() and here_file.exists():  # and not in a store
-        return not there_file.samefile(here_file)
-    return True

@@ -7,7 +7,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from siirl_dask.observe.backends.protocol import TrackedRun, TrackerBackend
 from siirl_dask.observe.metrics import Record
@@ -54,6 +54,16 @@ class Outlet:
     def write(self, record: Record) -> None:
         """Give the backend a record."""
         self._put(lambda backend: backend.write(record))
+
+    def write_all(self, records: Sequence[Record]) -> None:
+        """Give the backend many records: they wait as one call."""
+
+        def write(backend: TrackerBackend) -> None:
+            for record in records:
+                backend.write(record)
+
+        if records:
+            self._put(write)
 
     def end(self, status: Status) -> None:
         """Tell the backend how the run ended, and that nothing more comes."""

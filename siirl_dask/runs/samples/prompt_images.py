@@ -23,7 +23,8 @@ from siirl_dask.images.reading import check_bytes, fetch, format_of, located, si
 from siirl_dask.images.thumbnail import thumbnail
 from siirl_dask.runs.reader import Run, is_run
 from siirl_dask.runs.samples.rollouts import TABLE
-from siirl_dask.schema import DATA_PART, DATA_ROW, SOURCE_NAME
+from siirl_dask.schema import DATA_PART, DATA_ROW, SOURCE_NAME, path_steps, type_at
+from siirl_dask.tables import values_at
 
 PICTURES = "pictures"
 """Column of a table of samples: the images of each prompt, a list; empty where it has none."""
@@ -174,7 +175,7 @@ class _Dataset:
         self._source = source
         self._column = column
         self._snapshot: Snapshot = open_source(source)
-        if column not in self._snapshot.schema.names:
+        if type_at(self._snapshot.schema, column) is None:
             raise DataError(f"dataset {source.url!r} has no column {column!r} (images.column)")
         self._footers = FooterCache()
 
@@ -187,14 +188,13 @@ class _Dataset:
         path = None
         if 0 <= part < len(parts):
             path = parts[part].path
+        name = path_steps(self._column, self._snapshot.schema.names)[0]
         first = 0
         for group in self._snapshot.row_groups():
             if group.part != path:
                 continue
             if first <= row < first + group.rows:
-                read = partial(
-                    self._snapshot.read_row_group, group, [self._column], rows=[row - first]
-                )
+                read = partial(self._snapshot.read_row_group, group, [name], rows=[row - first])
                 try:
                     table = read(max_bytes=self._source.read_limit, footers=self._footers)
                 except StorageError as error:
@@ -203,7 +203,9 @@ class _Dataset:
                     raise DataError(
                         f"dataset {url!r} cannot be read: {type(error).__name__}: {error}"
                     ) from error
-                return images_of(normalised(table[self._column], self._column)[0].as_py())
+                return images_of(
+                    normalised(values_at(table, self._column), self._column)[0].as_py()
+                )
             first += group.rows
         raise DataError(
             f"dataset {url!r} has no row {row} in part {part}: it has changed since the run"

@@ -25,7 +25,8 @@ from siirl_storage.formats import read_footer
 
 from siirl_dask.errors import DataError, SiirlError, counted, did_you_mean
 from siirl_dask.runs.absent import hint_if_absent
-from siirl_dask.tables import path_steps, step_name, step_of
+from siirl_dask.schema import missing_step, path_steps, type_at
+from siirl_dask.tables import step_name, step_of
 
 if TYPE_CHECKING:
     import duckdb
@@ -149,19 +150,15 @@ class Rollouts:
         """Return SQL for the column at ``path``, in which a dot goes into a struct. DataError if
         there is none.
         """
-        kind = pa.struct(list(self.schema))
+        missing = missing_step(self.schema, path)
+        if missing is not None:
+            name, known = missing
+            raise DataError(
+                f"the table {self.name!r} has no column {path!r}: expected one of "
+                f"{', '.join(known)}{did_you_mean(name, known)}"
+            )
+        kind = type_at(self.schema, path)
         names = path_steps(path, self.schema.names)
-        for name in names:
-            known = []
-            if pa.types.is_struct(kind):
-                known = [field.name for field in kind]
-            if name not in known:
-                hint = did_you_mean(name, known)
-                raise DataError(
-                    f"the table {self.name!r} has no column {path!r}: expected one of "
-                    f"{', '.join(known)}{hint}"
-                )
-            kind = kind.field(name).type
         if pa.types.is_nested(kind):
             raise DataError(
                 f"the column {path!r} holds {kind}: expected one of numbers, texts or truth values"
