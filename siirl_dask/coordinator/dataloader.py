@@ -33,7 +33,6 @@ from siirl_dask.schema import (
     ROW_ID,
     TOKENS,
     TYPES,
-    path_steps,
     type_at,
 )
 from siirl_dask.tables import split
