@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.soak import measure
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = [120, pytest.param(300, marks=pytest.mark.sweep)]
 """With a validation every 5 and a checkpoint every 10: what either leaves behind is several
 times a bound."""

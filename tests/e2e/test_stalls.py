@@ -15,7 +15,6 @@ import pytest
 TWO = ["cluster.workers=2", "cluster.placement={}"]
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_step_may_take_longer_than_the_stall_timeout_while_rows_are_scored(train):
     """Sixteen rows of a quarter of a second on each worker: one waits for the other for as long
@@ -23,13 +22,13 @@ def test_a_step_may_take_longer_than_the_stall_timeout_while_rows_are_scored(tra
     """
     slow = [
         "rewards.function=tests.e2e.rewards:is_slow",
-        "cluster.stall_timeout=1.5",
+        "cluster.stall_timeout=3",
         "run.steps=1",
     ]
     began = time.monotonic()
     run = train("slow", *TWO, *slow)
     assert run.summary.steps == 1
-    assert run.records()[0]["seconds"] > 1.5
+    assert run.records()[0]["seconds"] > 3
     apart = ["cluster.workers=2", "cluster.placement={reward: [0], policy: [1], rollout: [1]}"]
     assert train("apart", *apart, *slow).records()[0]["seconds"] > 5
     assert time.monotonic() - began < 120
@@ -64,7 +63,6 @@ def test_a_reward_that_hangs_ends_the_run_by_the_name_of_its_node(start, tmp_pat
     assert json.loads((run.url / "summary.json").read_text())["status"] == "failed"
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_node_that_hangs_on_one_worker_is_told_with_its_stack_and_those_who_wait_for_it(
     start, tmp_path, monkeypatch
@@ -102,7 +100,6 @@ def test_a_node_that_hangs_on_one_worker_is_told_with_its_stack_and_those_who_wa
     assert failure["resume"] == resume.split(maxsplit=1)[1]
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_stopped_worker_is_named_with_what_became_of_its_process_and_replaced(start):
     """Its peers would have waited for it for a minute."""

@@ -33,7 +33,6 @@ def test_a_killed_worker_ends_the_run_and_loses_no_committed_rollout(start):
         assert pq.read_table(run.url / "rollouts" / f"step={step:06d}").num_rows == 32
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_frozen_worker_ends_the_run_by_name_wherever_others_wait(start):
     run = start(ENDLESS, ONCE)
@@ -47,9 +46,12 @@ def test_a_frozen_worker_ends_the_run_by_name_wherever_others_wait(start):
     assert json.loads((run.url / "summary.json").read_text())["status"] == "failed"
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
-    "sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    "sign",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.alone),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+    ],
 )
 def test_ctrl_c_and_sigterm_stop_soon_and_say_how_far_it_came(start, sign):
     """Ctrl-C at once, SIGTERM with a last checkpoint."""

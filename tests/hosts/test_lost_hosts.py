@@ -23,7 +23,7 @@ from tests.hosts.slurm import jobs, slurm
 from tests.hosts.ssh import ssh
 from tests.hosts.test_launchers import CLI, CLUSTERS, needs_slurm, needs_ssh, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SWEEP = pytest.mark.sweep
 STEPS, AT = (
     6,
