@@ -194,7 +194,7 @@ def test_vllm_evaluates_episodes_as_transformers_does(train, data):
     ]
     run = train("run", *given, config_file=shipped("quickstart_turns.yaml"))
     found = []
-    for engine, workers in (("transformers", 1), ("vllm", 2)):
+    for engine, workers in (("transformers", 2), ("vllm", 1)):
         overrides = [
             f"rollout.engine={engine}",
             f"cluster.workers={workers}",

@@ -188,7 +188,7 @@ def test_episodes_that_show_images_are_the_same_on_any_workers_and_with_vllm(
     )
     others = [two]
     if importlib.util.find_spec("vllm"):
-        vllm = ("rollout.engine=vllm", "rollout.vllm.kv_cache_memory=64MiB", "cluster.workers=2")
+        vllm = ("rollout.engine=vllm", "rollout.vllm.kv_cache_memory=64MiB", "cluster.workers=1")
         others.append(train("vllm", *given, *vllm, "cluster.placement={}", config_file=TURNS))
     for step in (1, 2):
         for other in others:

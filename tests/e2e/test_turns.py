@@ -164,49 +164,28 @@ def test_after_a_failure_kept_episodes_begin_again_and_none_is_lost(train, tmp_p
     assert all(len(again[at]) == 1 for at in older)  # of the latest weights alone
 
 
-@pytest.mark.slow
-def test_vllm_and_transformers_play_the_same_episodes(train):
-    """As many rows as episodes in one, a few in the other."""
-    pytest.importorskip("vllm")
-    runs = [
-        train(
-            engine,
-            *of("Delayed"),
-            f"rollout.engine={engine}",
-            "cluster.workers=1",
-            "run.steps=2",
-            more,
-            config_file=TURNS,
-        )
-        for engine, more in (
-            ("transformers", "rollout.max_rows=64"),
-            ("vllm", "rollout.max_rows=5"),
-        )
-    ]
-    for step in (1, 2):
-        check_equal(*runs, step)
-
-
-VLLM = ("rollout.engine=vllm", "rollout.vllm.kv_cache_memory=16MiB", "run.steps=2")
+VLLM = ("rollout.engine=vllm", "rollout.vllm.kv_cache_memory=16MiB")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_with_vllm_rows_are_the_same_on_several_workers(train, workers):
+def test_vllm_plays_the_episodes_of_transformers_and_the_same_on_several_workers(train, workers):
+    """As many rows as episodes in one, a few in the others."""
     pytest.importorskip("vllm")
-    one = train(
-        "one", *of("Delayed", *VLLM), "cluster.workers=1", "rollout.max_rows=5", config_file=TURNS
-    )
-    crowded = (
-        f"cluster.workers={workers}",
-        "cluster.placement={}",
-        "rollout.max_rows=3",
-        "environments.max_open=5",
-    )
-    more = train("more", *of("Delayed", *VLLM, *crowded), config_file=TURNS)
+
+    def play(name, *more):
+        return train(name, *of("Delayed", "run.steps=2", *more), config_file=TURNS)
+
+    expected = play("transformers", "cluster.workers=1", "rollout.max_rows=64")
+    crowded = ("cluster.placement={}", "rollout.max_rows=3", "environments.max_open=5")
+    others = [
+        play("one", *VLLM, "cluster.workers=1", "rollout.max_rows=5"),
+        play("more", *VLLM, f"cluster.workers={workers}", *crowded),
+    ]
     for step in (1, 2):
-        check_equal(one, more, step)
+        for other in others:
+            check_equal(expected, other, step)
 
 
 @pytest.mark.slow
@@ -215,12 +194,7 @@ def test_vllm_goes_on_with_episodes_in_later_steps_as_transformers_does(train):
     """On two workers in one run, on one in the other."""
     pytest.importorskip("vllm")
     places = "cluster.placement={rollout: [0, 1], environments: [0, 1], policy: [2]}"
-    vllm = (
-        "rollout.engine=vllm",
-        "rollout.vllm.kv_cache_memory=16MiB",
-        "cluster.workers=3",
-        places,
-    )
+    vllm = (*VLLM, "cluster.workers=3", places)
     one = train(
         "transformers", *of("Delayed", *PARTS), "cluster.workers=2", APART, config_file=TURNS
     )

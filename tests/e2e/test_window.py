@@ -37,6 +37,8 @@ class Kind:
 
     config: Path
     given: tuple[str, ...]
+    apart: str
+    """Where one worker generates and one learns."""
 
 
 EPISODES = Kind(
@@ -49,6 +51,7 @@ EPISODES = Kind(
         "environments.environment=tests.e2e.worlds:LogNormal",
         "cluster.placement={rollout: [0, 1], environments: [0, 1], policy: [2]}",
     ),
+    "cluster.placement={rollout: [0], environments: [0], policy: [1]}",
 )
 RESPONSES = Kind(
     shipped("quickstart.yaml"),
@@ -58,6 +61,7 @@ RESPONSES = Kind(
         "rollout.max_rows=4",
         "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2]}",
     ),
+    "cluster.placement={rollout: [0], reward: [0], policy: [1]}",
 )
 KINDS = pytest.mark.parametrize("kind", [EPISODES, RESPONSES], ids=["episodes", "responses"])
 
@@ -152,6 +156,7 @@ def test_transformers_repeats_the_ledger_of_vllm(train, tmp_path, kind):
     """The engine of vLLM has turns, or parts of responses, under way when a step has enough."""
     pytest.importorskip("vllm")
     vllm = ("rollout.engine=vllm", "rollout.vllm.kv_cache_memory=16MiB", "rollout.max_rows=3")
+    vllm += ("cluster.workers=2", kind.apart)
     run = train("run", *kind.given, *vllm, config_file=kind.config)
     check_steps(run)
     ledger = f"rollout.ledger={tmp_path / 'run' / 'rollouts'}"
@@ -171,7 +176,7 @@ def test_transformers_repeats_the_ledger_of_a_server_that_gets_merged_adapters(
         *RESPONSES.given,
         "trainer.lora.rank=2",
         "cluster.workers=2",
-        "cluster.placement={rollout: [0], reward: [0], policy: [1]}",
+        RESPONSES.apart,
     )
     with servers(digits_task.model, tmp_path) as (server,):
         run = train(

@@ -19,11 +19,11 @@ from siirl_dask.rollout.vllm_engine.tensor_parallel import (
 
 
 class CrashingEngine(TransformersEngine):
-    """``engine_options``: ``log``, a file with a line of seeds for each batch; ``at``, the token of
-    all batches of a process at which something happens; ``marker``, a file, without which nothing
-    does; ``stays``, whether the file is there for the next process as well; ``raises``, an error
-    in place of a kill; ``hangs``, whether it stands still in place of a kill; ``starts``, whether it
-    has started a process of its own before.
+    """``engine_options``: ``log``, a file with a line of seeds for each batch; ``marker``, a file,
+    without which nothing happens; ``at``, the token at which something does, of those that a
+    process draws while the file is there; ``stays``, whether it is there for the next process as
+    well; ``raises``, an error in place of a kill; ``hangs``, whether it stands still in place of a
+    kill; ``starts``, whether it has started a process of its own before.
     """
 
     def __init__(self, inputs):
@@ -39,13 +39,16 @@ class CrashingEngine(TransformersEngine):
         return super()._generate_batch(requests, self._count, cut)
 
     def _count(self, drawn):
-        self.tokens += 1
         marker = Path(self.options["marker"])
-        if self.tokens != self.options["at"] or not marker.exists():
+        if not marker.exists():
+            return
+        self.tokens += 1
+        if self.tokens != self.options["at"]:
             return
         if not self.options["stays"]:
             marker.unlink(missing_ok=True)  # two processes may see it
         if self.options["raises"]:
+            self.tokens = 0
             print("more than a pipe holds\n" * 2**13, flush=True)
             raise KeyError("a bug of the engine's")
         if self.options.get("hangs"):

@@ -207,30 +207,36 @@ def test_a_start_that_fails_on_one_rank_ends_that_of_all_with_its_reason(tmp_pat
     assert max(first[1], other[1]) < 120, "collectives give up after 180"
 
 
-def with_a_bug_of_one(rank, folder, buggy):
-    """Let the engine raise on one rank; return what each worker says, and what it samples then."""
+def with_a_bug_of_one(rank, folder):
+    """Let the engine raise on one rank, then on the other. Return what each worker says, and how many
+    responses it gets in its next call, each time.
+    """
     scratch = Path(folder) / "scratch"
-    if rank.rank == buggy:
-        (scratch / f"marker-{buggy}").touch()
     engine = engine_of(Path(folder) / "model", rank, scratch, at=5, raises=True)
-    with pytest.raises(RunError) as ended:
-        responses(engine, own_rows(rank))
-    again = responses(engine, own_rows(rank))
+    found = []
+    for buggy in (0, 1):
+        if rank.rank == buggy:
+            (scratch / f"marker-{buggy}").touch()
+        with pytest.raises(RunError) as ended:
+            responses(engine, own_rows(rank))
+        again = responses(engine, own_rows(rank))
+        found.append([str(ended.value), len(again)])
     engine.close()
-    return [str(ended.value), len(again)]
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("buggy", [0, 1])
-def test_a_bug_in_one_rank_ends_the_call_on_both_with_its_words_and_is_no_loss(tmp_path, buggy):
+def test_a_bug_in_one_rank_ends_the_call_on_both_with_its_words_and_is_no_loss(tmp_path):
     """The other one's collective fails of it, of which nobody wants to hear."""
     tiny_model(tmp_path / "model", seed=1)
     (tmp_path / "scratch").mkdir()
-    found = run_ranks(2, partial(with_a_bug_of_one, folder=str(tmp_path), buggy=buggy), tmp_path)
-    for rank, (said, _) in enumerate(found):
-        assert "the engine raised KeyError in its process" in said
-        assert said.startswith(f"rank {buggy} of 2: ") == (rank != buggy)
-    assert [responses for _, responses in found] == [11, 8]
+    found = run_ranks(2, partial(with_a_bug_of_one, folder=str(tmp_path)), tmp_path)
+    for buggy in (0, 1):
+        for rank in (0, 1):
+            said, again = found[rank][buggy]
+            assert "the engine raised KeyError in its process" in said
+            assert said.startswith(f"rank {buggy} of 2: ") == (rank != buggy)
+            assert again == (11, 8)[rank]
 
 
 def with_crashes(rank, folder):

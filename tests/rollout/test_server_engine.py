@@ -44,7 +44,7 @@ def served_model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(served_model, tmp_path_factory):
-    """Two servers of it."""
+    """Two servers of it, for all tests: each starts in the time of a dozen of them."""
     with servers(served_model, tmp_path_factory.mktemp("servers"), 2) as started:
         yield started
 
@@ -94,7 +94,7 @@ def test_rows_are_those_of_vllm_in_this_process_to_the_bit(served_model, pair, t
 
 
 def test_a_server_that_is_killed_and_started_again_gets_its_weights_and_gives_the_same_rows(
-    served_model, tmp_path
+    served_model, pair, tmp_path
 ):
     requests = [
         GenerationRequest([*prompt, row], row, Sampling(max_tokens=200))
@@ -103,20 +103,20 @@ def test_a_server_that_is_killed_and_started_again_gets_its_weights_and_gives_th
     weights = load_file(served_model / "model.safetensors")
     weights = {name: 0.7 * tensor for name, tensor in weights.items()}
     found = []
-    with servers(served_model, tmp_path) as (server,):
-        engine = engine_of(served_model, [server.url], tmp_path / "weights")
-        engine.load_weights(weights.items(), 1)
-        for killed in (False, True):
-            queue = LocalQueue(requests)
-            thread = threading.Thread(target=engine.serve, args=(queue,))
-            thread.start()
-            if killed:
-                time.sleep(0.3)
-                server.kill()
-                server.start()
-            thread.join()
-            found.append(queue.results())
-        engine.close()
+    server = pair[1]
+    engine = engine_of(served_model, [server.url], tmp_path / "weights")
+    engine.load_weights(weights.items(), 1)
+    for killed in (False, True):
+        queue = LocalQueue(requests)
+        thread = threading.Thread(target=engine.serve, args=(queue,))
+        thread.start()
+        if killed:
+            time.sleep(0.3)
+            server.kill()
+            server.start()
+        thread.join()
+        found.append(queue.results())
+    engine.close()
     assert found[0] == found[1]
 
 
@@ -144,19 +144,23 @@ def test_a_server_with_other_log_probs_or_another_number_type_is_refused(
         )
 
 
-def test_a_run_gives_the_rows_of_vllm_in_its_workers(digits_task, train, tmp_path):
+def test_a_run_gives_the_rows_of_vllm_in_its_workers(served_model, pair, train, tmp_path):
     """Two workers that generate, with a server each; the same seeds, so the same samples."""
-    with servers(digits_task.model, tmp_path, 2) as started:
-        urls = ",".join(server.url for server in started)
-        common = ("run.steps=3", "cluster.workers=2", "cluster.placement={}")
-        served = train(
-            "served",
-            "rollout.engine=server",
-            f"rollout.server.urls=[{urls}]",
-            f"rollout.server.weights_folder={tmp_path / 'weights'}",
-            *common,
-        )
-        own = train("own", "rollout.engine=transformers", *common)
+    urls = ",".join(server.url for server in pair)
+    common = (
+        f"model.path={served_model}",
+        "run.steps=3",
+        "cluster.workers=2",
+        "cluster.placement={}",
+    )
+    served = train(
+        "served",
+        "rollout.engine=server",
+        f"rollout.server.urls=[{urls}]",
+        f"rollout.server.weights_folder={tmp_path / 'weights'}",
+        *common,
+    )
+    own = train("own", "rollout.engine=transformers", *common)
     columns = ["row_id", "prompt", "response_ids", "reward", "weights_version"]
     for step in (1, 2, 3):
         tables = [run.table("rollouts", step).select(columns) for run in (served, own)]

@@ -80,13 +80,13 @@ def expected(folder):
     return found
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=() if kind == "transformers" else pytest.mark.slow)
-        for kind in KINDS
-    ],
-)
+def marks_of(kind):
+    """The last kind has the engine of one and the process of another."""
+    marks = {"transformers": (), "vllm, layers, in a process": pytest.mark.sweep}
+    return marks.get(kind, pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks_of(kind)) for kind in KINDS])
 def test_each_agent_samples_with_its_own_adapters_whoever_acted_before(kind, folder, expected):
     if "vllm" in kind:
         pytest.importorskip(

@@ -19,9 +19,9 @@ from tests.rollout.vllm_families import EQUAL, written_for_vllm
 from tests.settings import trainer_config
 from tests.training.test_hugging_face import image_text_model
 
-SLOW = ("lfm2", "olmo2", "deepseek_v3")
-"""Heads that its rotary kernel for CPUs takes apart; transformers' own classes; parameters that
-follow from others."""
+SLOW = ("lfm2", "deepseek_v3")
+"""Heads that its rotary kernel for CPUs takes apart; parameters that follow from others. OLMo 2, of
+transformers' own classes, has a test of its own below."""
 TWO = [3, 7]
 
 
@@ -56,7 +56,9 @@ def test_the_text_of_an_image_text_model_gets_new_weights_under_the_names_of_its
 
 @pytest.mark.slow
 def test_a_trainer_of_a_class_that_vllm_changes_scores_as_before(tmp_path, monkeypatch):
-    """vLLM runs OLMo 2 by transformers' own class, and changes that for its compiler."""
+    """vLLM runs OLMo 2 by transformers' own class, and changes that for its compiler. Its log-probs
+    are those of the trainer as with other families.
+    """
     written_for_vllm(tmp_path, "olmo2", monkeypatch)
     trainer = build_trainer(
         Device("w0"),
@@ -70,6 +72,7 @@ def test_a_trainer_of_a_class_that_vllm_changes_scores_as_before(tmp_path, monke
         rows = pack_samples([TWO, TWO], samples)
         beside = trainer.logprobs(rows).logprobs
         sampled = torch.tensor([each for sample in samples for each in sample.logprobs])
+        assert_agrees_with_trainer(engine, tmp_path, after=(0, 1))
     assert (beside - sampled).abs().max() < 1e-4
     assert torch.equal(trainer.logprobs(rows).logprobs, beside)
 

@@ -13,9 +13,10 @@ PLACEMENTS = {
     "on workers of its own": "{rollout: [0], reward: [0], policy: [1]}",
 }
 CASES = [
-    pytest.param(placement, id=name, marks=() if name == "beside the policy" else pytest.mark.slow)
+    pytest.param(placement, id=name, marks=() if name == "beside the policy" else pytest.mark.sweep)
     for name, placement in PLACEMENTS.items()
 ]
+"""e2e/test_window.py has an engine on a worker of its own, and holds its weights to the bit."""
 
 
 @pytest.mark.parametrize("placement", CASES)
