@@ -318,7 +318,11 @@ def test_a_step_that_failed_before_the_advantage_generates_nothing_again(train, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "roles"), [("quickstart_ppo", ["policy", "critic"]), ("quickstart_dapo", ["policy"])]
+    ("config", "roles"),
+    [
+        pytest.param("quickstart_ppo", ["policy", "critic"], marks=pytest.mark.sweep),
+        ("quickstart_dapo", ["policy"]),
+    ],
 )
 def test_so_it_is_with_a_critic_and_with_prompts_that_were_drawn_anew(
     train, noting, tmp_path, config, roles

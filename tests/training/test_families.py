@@ -308,7 +308,7 @@ def sharded_errors(root, families, rank):
         folder = Path(root) / name
         model = written(folder / str(rank.rank), name)
         torch.distributed.barrier()
-        rows = grouped_rows(GROUPS)
+        rows = grouped_rows(GROUPS[:4])  # one rank has rows of all lengths
         settings = TrainerConfig(lr=1e-4, backend=Backend.fsdp)
         off = errors(folder / "0", model, rows, settings, rank)[:2]
         found[name] = as_shares_of_bounds(off, model, rows)
