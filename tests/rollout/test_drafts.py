@@ -190,7 +190,11 @@ def test_the_prompts_that_were_sampled_longest_ago_are_forgotten_first():
 
 
 def engine_of_states(folder):
-    tiny_tokenizer().save_pretrained(folder)
+    model = model_of("states")
+    tokenizer = tiny_tokenizer()
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return TransformersEngine(ModelConfig(path=str(folder)), draft_tokens=2)
 
 
@@ -199,7 +203,6 @@ def test_what_cannot_be_drafted_for_is_refused_by_name(tmp_path):
         RolloutConfig(draft_tokens=-1)
     with pytest.raises(ConfigError, match=r"router_replay=true with rollout.draft_tokens=2"):
         rollout_config(router_replay=True, draft_tokens=2)
-    model_of("states").save_pretrained(tmp_path / "states")
     with pytest.raises(
         ConfigError, match=r"draft_tokens=2: .*MambaForCausalLM, has layers with states"
     ):
