@@ -52,10 +52,11 @@ check: $(if $(SINCE),$(CHOSEN)) lint
 	test -z "$(FILES)" || $(BIN)/pytest -n 2 --dist loadfile --no-processes \
 	  -m "not alone and not gpu and not slow and not sweep" $(FILES) $(OR_NONE)
 
-# Two at a time, in the order that tests/conftest.py gives, and one torch thread each; what holds times runs alone, afterwards.
+# Three at a time on two cores, since tests wait for the processes that they start; in the order that tests/conftest.py gives, and
+# one torch thread each; what holds times runs alone, afterwards.
 test: export OMP_NUM_THREADS ?= 1
 test: $(if $(SINCE),$(CHOSEN)) lint
-	test -z "$(FILES)" || $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	test -z "$(FILES)" || $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder \
 	  -m "not alone and not gpu and not slow and not sweep" $(FILES) $(OR_NONE)
 	alone=$$(grep -rl --include="*.py" "mark.alone" $(FILES) /dev/null); test -z "$$alone" || $(BIN)/pytest \
 	  -m "alone and not slow and not sweep" $$alone $(OR_NONE) # of no other file: to import them all takes 20 seconds
@@ -106,14 +107,14 @@ $(TRANSFORMERS4)/installed: $(STAMP) tests/layered_environment.py
 	$(BIN)/pip --python $(TRANSFORMERS4)/bin/python check
 	touch $@
 
-# What takes minutes or needs programs of its own, such as Slurm: two at a time, and the hosts of the lab alone, afterwards. To
+# What takes minutes or needs programs of its own, such as Slurm: three at a time, and the hosts of the lab alone, afterwards. To
 # import the files that have none of these takes half a minute.
 SLOW := build/slow-tests
 test-slow: export OMP_NUM_THREADS ?= 1
 test-slow: install $(TRANSFORMERS4)/installed
 	mkdir -p $(dir $(SLOW))
 	$(BIN)/python tests/select_tests.py --marked slow > $(SLOW)
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not alone and not sweep" $$(cat $(SLOW))
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "slow and not alone and not sweep" $$(cat $(SLOW))
 	$(BIN)/pytest -m "slow and alone and not sweep" $$(grep -l "mark.alone" $$(cat $(SLOW)))
 	$(if $(SIIRL_TESTS_UNTIL),test $$(date +%s) -gt $(SIIRL_TESTS_UNTIL) && echo "it is late: the oldest versions are skipped" ||) \
 	  $(MAKE) test-oldest BESIDE=devices
