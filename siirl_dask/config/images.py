@@ -15,7 +15,8 @@ class ImagesConfig:
     """``images``: the images of prompts."""
 
     column: str | None = None
-    """Column of the dataset with each prompt's images; a dot leads into a struct. None: prompts are texts alone."""
+    """Column of the dataset with each prompt's images; a dot leads into a struct. None: prompts are
+    texts alone."""
     observations: bool = False
     """Whether environments show images: in how an episode begins, and in what they answer."""
     folder: str | None = None

@@ -4,6 +4,7 @@ read; weights are read when they are used.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from siirl_dask.models.shapes import (
     stored_tensors,
 )
 from siirl_dask.models.weight_names import (
+    Stored,
     described_parameters,
     lacking,
     read_stored,
@@ -114,30 +116,35 @@ def check_tied(path: str, model: PreTrainedModel) -> None:
     if not several:
         return
     folder = folder_if_here(path)
+    are_equal: Callable[[Stored, Stored], bool]
     if folder is None:
         tensors = stored_tensors(path)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         stored = described_parameters(model, shapes)
+        are_equal = partial(_look_equal, path, tensors)
     else:
         stored = stored_parameters(model, open_tensors(folder))
+        are_equal = _are_equal
     for names in several:
         there = [name for name in names if name in stored]
         for other in there[1:]:
-            first = stored[there[0]]
-            second = stored[other]
-            if folder is None:
-                with reached(path):
-                    equal = _look_equal(tensors.get(first[0]), tensors.get(second[0]))
-            else:
-                equal = torch.equal(read_stored(first), read_stored(second))
-            if not equal:
+            if not are_equal(stored[there[0]], stored[other]):
                 raise tied_apart(f"model.path={path!r}", there[0], other)
 
 
-def _look_equal(first: StoredTensor | None, second: StoredTensor | None) -> bool:
-    """Return whether samples of two tensors are equal. Tensors of other types, or that a parameter
-    is made of, are compared where they have come.
+def _are_equal(first: Stored, second: Stored) -> bool:
+    return torch.equal(read_stored(first), read_stored(second))
+
+
+def _look_equal(
+    path: str, tensors: Mapping[str, StoredTensor], first: Stored, second: Stored
+) -> bool:
+    """Return whether samples of two tensors at a URL are equal. Tensors of other types, or that a
+    parameter is made of, are compared where they have come.
     """
-    if first is None or second is None or first.dtype != second.dtype:
+    one = tensors.get(first[0])
+    other = tensors.get(second[0])
+    if one is None or other is None or one.dtype != other.dtype:
         return True
-    return sampled_bytes(first) == sampled_bytes(second)
+    with reached(path):
+        return sampled_bytes(one) == sampled_bytes(other)
