@@ -51,7 +51,8 @@ def check_location(key: str, url: str) -> None:
     variable = _VARIABLE.search(url)
     if variable is not None and not Path(url).exists():
         raise ConfigError(
-            f"{key}={url!r}: no shell reads this: write ${variable[1]} as ${{oc.env:{variable[1]}}}"
+            f"{key}={url!r}: no shell reads this: write ${variable[1]} as ${{oc.env:{variable[1]}}} in a "
+            "configuration, and leave out the quotes around it on a command line"
         )
     if url.startswith("[") and url.endswith("]") and not Path(url).exists():
         raise ConfigError(f"{key}={url!r}: expected one path or URL, and this is a list")
