@@ -1,6 +1,6 @@
 """Converts plain values, as YAML gives them, to the type of an annotation: for config fields and options of nodes.
 
-    int, float, bool, str     a number may come as text (an environment variable), a whole number as 1e3
+    int, float, bool, str     a number may come as text (an environment variable), a whole number, of 64 bits, as 1e3
     an Enum, a Literal        one of its values
     a dataclass               a mapping of its fields
     list, tuple, dict, ...    each item by its own annotation
@@ -26,6 +26,8 @@ Bind = Callable[[str, Any, str], Callable[..., Any]]
 field_types: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 """``get_type_hints`` of a dataclass, which evaluates the text of each annotation; it is asked
 for with every value."""
+_LARGEST = 2**63 - 1
+"""Largest whole number that tables and records hold."""
 _EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 _CALL = ("run", "with")
 
@@ -113,8 +115,10 @@ class Coercer:
                 if kind is bool and isinstance(value, bool):
                     return value
             elif kind is not int or not isinstance(value, float) or value.is_integer():
-                return kind(value)
-        except ValueError:
+                converted = kind(value)
+                if kind is not int or -_LARGEST <= converted <= _LARGEST:
+                    return converted
+        except (ValueError, OverflowError):
             pass
         raise self.error(f"{where}={value!r}: expected {_EXPECTED[kind]} ({kind.__name__})")
 

@@ -9,6 +9,10 @@ from siirl_dask.config.checks import above, at_least, parse_bytes
 from siirl_dask.errors import ConfigError
 
 
+MOST_WORKERS = 2**16
+"""Workers of a run, at most: each has a chain of the plan."""
+
+
 class DevicePreference(StrEnum):
     """Devices of a run's workers."""
 
@@ -103,6 +107,8 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         at_least("cluster", 1, workers=self.workers, threads=self.threads)
+        if self.workers > MOST_WORKERS:
+            raise ConfigError(f"cluster.workers={self.workers}: expected at most {MOST_WORKERS}")
         above("cluster", 0, start_timeout=self.start_timeout, stall_timeout=self.stall_timeout)
         at_least("cluster", 0, scheduler_timeout=self.scheduler_timeout)
         self._check_elastic()

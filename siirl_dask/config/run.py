@@ -64,7 +64,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         at_least("run", 1, steps=self.steps, lookahead=self.lookahead)
         at_least("run", 0, seed=self.seed, max_restarts=self.max_restarts, grace=self.grace)
-        if self.seed >= 2**63:
+        if self.seed >= 2**63:  # a Config made in Python is not coerced
             raise ConfigError(f"run.seed={self.seed}: expected a whole number below 2**63")
         if self.node_timeout is not None:
             at_least("run", 0, node_timeout=self.node_timeout)
@@ -79,6 +79,12 @@ class RunConfig:
         check_location("run.url", self.url)
         # a Config made in Python has no OmegaConf to do it
         self.url = self.url.replace("${run.name}", self.name)
+        within = self.url.removeprefix("runs/")
+        if within == self.name and not {"", ".", ".."}.isdisjoint(within.split("/")):
+            raise ConfigError(
+                f"run.name={self.name!r}: expected the name of a folder below runs/; run.url is for "
+                "any other place"
+            )
 
 
 @dataclass(kw_only=True, slots=True)

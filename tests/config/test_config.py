@@ -278,6 +278,14 @@ REFUSED = [
     ("rollout: {n: null}", [], ["rollout.n=None: expected a whole number (int)"]),
     ("rollout: {n: [1]}", [], ["rollout.n=[1]: expected a whole number (int)"]),
     ("run: {steps: .inf}", [], ["run.steps=inf: expected a whole number (int)"]),
+    ("run: {steps: 9223372036854775808}", [], ["run.steps=9223372036854775808: expected a whole"]),
+    ("rollout: {n: 1e30}", [], ["rollout.n=1e+30: expected a whole number (int)"]),
+    ("cluster: {workers: 100000000}", [], ["cluster.workers=100000000: expected at most 65536"]),
+    ("run: {name: ..}", [], ["run.name='..': expected the name of a folder below runs/"]),
+    ("run: {name: a/../../b}", [], ["run.name='a/../../b': expected the name of a folder"]),
+    ("run: {name: ''}", [], ["run.name='': expected the name of a folder"]),
+    ("", ["validation.every=0"], ["override 'validation.every=0': validation.every=0: expected at"]),
+    ("", ["critic.lr=0"], ["override 'critic.lr=0': critic.lr=0.0: expected more than 0"]),
     ("run: {name: [x]}", [], ["run.name=['x']: expected a text (str)"]),
     ("trainer: {lr: fast}", [], ["trainer.lr='fast': expected a number (float)"]),
     ("observe: {progress: 1}", [], ["observe.progress=1: expected true or false (bool)"]),
@@ -501,8 +509,11 @@ words = st.one_of(
 )
 
 
+folder_names = words.filter(lambda name: {"", ".", ".."}.isdisjoint(name.split("/")))
+
+
 @settings(max_examples=50, deadline=None)
-@given(words, words, st.floats(1e-12, 1e3), st.integers(0, 2**62), st.booleans(), st.none() | words)
+@given(folder_names, words, st.floats(1e-12, 1e3), st.integers(0, 2**62), st.booleans(), st.none() | words)
 def test_dump_loads_back_equal(tmp_path_factory, name, path, lr, seed, progress, address):
     config = Config()
     config.run = RunConfig(name=name, seed=seed)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 from siirl_dask.coerce import Coercer, field_types
@@ -16,6 +17,7 @@ from siirl_dask.config.file.layers import AGENTS, GROUPS
 from siirl_dask.errors import ConfigError
 
 _coerce = Coercer(ConfigError)
+_KEY = re.compile(r"\w+\.\w+")
 
 
 def defaults(kind: type[Any]) -> dict[str, Any]:
@@ -50,19 +52,22 @@ def config_of(
             origin = origins.get(f"{group}.{key}", path)
             with _placed(origin, group):
                 typed[key] = _coerce(value, hints[key], f"{origin}: {group}.{key}")
-        with _placed(path, group):
+        with _placed(path, group, origins):
             groups[group] = kind(**typed)
     hint = field_types(Config)[AGENTS]
     with _placed(f"{path}: {AGENTS}", AGENTS):
         groups[AGENTS] = _coerce(parts.resolved(AGENTS, path), hint, f"{path}: {AGENTS}")
-    with _placed(path, ""):
+    with _placed(path, "", origins):
         return Config(**groups)
 
 
 @contextmanager
-def _placed(origin: str, group: str) -> Iterator[None]:
-    """Begin a ConfigError with where the value was written, unless it does so. A critic has the keys
-    of ``trainer``, which is what its class calls them.
+def _placed(
+    origin: str, group: str, origins: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[None]:
+    """Begin a ConfigError with where the value was written, unless it does so: ``origins`` has the
+    place of each ``group.key`` that an error may begin with, and ``origin`` is that of all others.
+    A critic has the keys of ``trainer``, which is what its class calls them.
     """
     try:
         yield
@@ -72,7 +77,9 @@ def _placed(origin: str, group: str) -> Iterator[None]:
             raise
         if group == "critic":
             text = text.replace("trainer.", "critic.")
-        raise ConfigError(f"{origin}: {text}") from error
+        key = _KEY.match(text)
+        place = origin if key is None else origins.get(key[0], origin)
+        raise ConfigError(f"{place}: {text}") from error
 
 
 def plain(value: Any) -> Any:
