@@ -36,10 +36,12 @@ class Release:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the run is over and not everything is freed yet."""
-        if not self._over:
+        """Whether not everything is freed yet of a run that is over, or has a task inside: its
+        worker hears of the end a moment later than another run may come.
+        """
+        if self._freed:
             return False
-        return not self._freed
+        return self._over or self.inside
 
     @property
     def inside(self) -> bool:

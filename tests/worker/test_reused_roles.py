@@ -193,11 +193,14 @@ def test_a_next_run_waits_for_tasks_of_an_earlier_one_as_long_as_these_get_somet
     task.join()
 
 
-def test_a_task_that_gets_nothing_done_keeps_a_next_run_for_a_while_only(monkeypatch):
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_task_that_gets_nothing_done_keeps_a_next_run_for_a_while_only(monkeypatch, is_told):
+    """Also where its worker has not been told yet that its run is over."""
     monkeypatch.setattr(releases, "LEAVE_TIMEOUT", 0.2)
     release = Release(lambda: None, TaskProgress())
     with release.task():
-        release.end(0.0)
+        if is_told:
+            release.end(0.0)
         with pytest.raises(RunError, match="worker 'b' is still inside a task"):
             await_all([release], "b", StopFlag())
 
