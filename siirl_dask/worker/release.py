@@ -41,7 +41,9 @@ class Release:
         """
         if self._freed:
             return False
-        return self._over or self.inside
+        if self._over:
+            return True
+        return self.inside
 
     @property
     def inside(self) -> bool:
