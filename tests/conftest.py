@@ -21,6 +21,7 @@ from siirl_dask.config.file import load, load_config_file, shipped
 from siirl_dask.models.broken_imports import hide
 from tests.reports import UNTIL, NoProcesses, Until, skipped_lines
 from tests.settings import digits_overrides
+from tests.slowdown import Slowdown
 
 hide()  # before any test module imports transformers
 # until all is imported: a tenth to a quarter of the seconds that takes, mostly of vLLM's
@@ -106,6 +107,13 @@ def frozen():
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def slowdown():
+    """Measures this machine while the test runs: see tests/slowdown.py."""
+    with Slowdown() as measured:
+        yield measured
 
 
 @pytest.fixture(scope="session")

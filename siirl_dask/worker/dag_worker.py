@@ -104,12 +104,11 @@ class DAGWorker(WorkerPlugin):
         self._cpus = CpuBinding()
         self._peers: PeerServices | None = None
         self._meter: WorkerMeter | None = None
-        self._epoll_descriptors: frozenset[int] = frozenset()
         self._started = False
         self._checkpoints: CheckpointWriter | None = None
         positions = {} if self.spec.resume_from is None else self.spec.resume_from.positions
         self._loaders = PhaseLoaders(positions)
-        self.release = Release(self._free)
+        self.release = Release(self._free, self.progress)
         releases: list[Release] = releases_of(worker)
         self._earlier_releases = list(releases)
         releases.append(self.release)
@@ -189,7 +188,6 @@ class DAGWorker(WorkerPlugin):
                 binding=self._cpus,
             )
         self._device = joined.device
-        self._epoll_descriptors = joined.epoll_descriptors
         reused: Mapping[str, Any] = {}
         if self._built is not None:
             reused = self._built.for_device(joined.device)
@@ -388,7 +386,7 @@ class DAGWorker(WorkerPlugin):
         """
         self.progress.forward_to(next_progress)
         self.abort("the run is tried again")
-        if not self.release.hand_over(self.worker_name, stop, self.progress):
+        if not self.release.hand_over(self.worker_name, stop):
             return None
         # the thread is the next run's, which may close objects that it does not reuse
         self.bind_device()
@@ -433,7 +431,7 @@ class DAGWorker(WorkerPlugin):
 
     def _end_stuck_collectives(self) -> None:
         """End the collectives of a task that is still running a while after the run was stopped."""
-        stuck_collectives.end_in_thread(self._epoll_descriptors, self.release.if_inside)
+        stuck_collectives.end_in_thread(groups.epoll_descriptors(), self.release.if_inside)
 
 
 def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:

@@ -12,7 +12,8 @@ from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.stop import SLICE, StopFlag
 
 LEAVE_TIMEOUT = 30.0
-"""Seconds for the tasks of an earlier run to leave a worker, while they get nothing done."""
+"""Seconds for the tasks of an earlier run to leave a worker, while they get nothing done, and then
+for what they have built to be freed."""
 
 
 class Release:
@@ -22,8 +23,10 @@ class Release:
     waits for them.
     """
 
-    def __init__(self, free: Callable[[], None]) -> None:
+    def __init__(self, free: Callable[[], None], progress: TaskProgress) -> None:
+        """``progress`` is that of the tasks."""
         self._free = free
+        self._progress = progress
         self._changed = threading.Condition()
         self._inside = 0
         self._over = False
@@ -33,10 +36,14 @@ class Release:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the run is over and not everything is freed yet."""
-        if not self._over:
+        """Whether not everything is freed yet of a run that is over, or has a task inside: its
+        worker hears of the end a moment later than another run may come.
+        """
+        if self._freed:
             return False
-        return not self._freed
+        if self._over:
+            return True
+        return self.inside
 
     @property
     def inside(self) -> bool:
@@ -73,15 +80,18 @@ class Release:
             if self._inside:
                 act()
 
-    def hand_over(self, worker: str, stop: StopFlag, progress: TaskProgress) -> bool:
+    @property
+    def progress(self) -> tuple[bool, int]:
+        """Whether a task is inside, and what has got done there: a change is progress."""
+        return self.inside, self._progress.beats
+
+    def hand_over(self, worker: str, stop: StopFlag) -> bool:
         """Wait until no task is inside, and return True: nothing is freed, everything is the
         caller's from then on. Returns False where everything was freed meanwhile.
 
-        ``progress`` is that of these tasks. RunError, naming ``worker``, where a task does not
-        leave and makes no progress.
+        RunError, naming ``worker``, where a task does not leave and makes no progress.
         """
-        beats = progress.beats
-        deadline = time.monotonic() + LEAVE_TIMEOUT
+        patience = _Patience([self], worker)
         while True:
             with self._changed:
                 if self._taken:
@@ -92,11 +102,7 @@ class Release:
                     return True
                 self._changed.wait(SLICE)
             stop.check()
-            if progress.beats != beats:
-                beats = progress.beats
-                deadline = time.monotonic() + LEAVE_TIMEOUT
-            if time.monotonic() > deadline:
-                raise RunError(_still_inside(worker))
+            patience.check()
 
     def _free_if_last(self) -> None:
         with self._changed:
@@ -111,18 +117,33 @@ class Release:
 
 def await_all(earlier: list[Release], worker: str, stop: StopFlag) -> None:
     """Wait until earlier runs have freed everything, and clear ``earlier``. RunError where a
-    task does not return.
+    task does not return and makes no progress.
     """
-    deadline = time.monotonic() + LEAVE_TIMEOUT
+    patience = _Patience(earlier, worker)
     while any(release.is_draining for release in earlier):
-        if time.monotonic() > deadline:
-            raise RunError(_still_inside(worker))
-        stop.wait(0.1)
+        patience.check()
+        stop.wait(SLICE)
     earlier.clear()
 
 
-def _still_inside(worker: str) -> str:
-    return (
-        f"worker {worker!r} is still inside a task of an earlier run, {LEAVE_TIMEOUT:g} s after "
-        "that was stopped: restart the worker"
-    )
+class _Patience:
+    """Ends a wait for earlier runs in which nothing gets done."""
+
+    def __init__(self, earlier: list[Release], worker: str) -> None:
+        self._earlier = earlier
+        self._worker = worker
+        self._seen: list[tuple[bool, int]] = []
+        self._deadline = 0.0
+
+    def check(self) -> None:
+        """Raise RunError when nothing has changed for ``LEAVE_TIMEOUT`` seconds."""
+        seen = [release.progress for release in self._earlier]
+        if seen != self._seen:
+            self._seen = seen
+            self._deadline = time.monotonic() + LEAVE_TIMEOUT
+        if time.monotonic() > self._deadline:
+            raise RunError(
+                f"worker {self._worker!r} is still inside a task of an earlier run, in which "
+                f"nothing got done for {LEAVE_TIMEOUT:g} s after that was stopped: restart the "
+                "worker"
+            )

@@ -224,11 +224,11 @@ def test_jobs_that_are_refused_end_the_wait_with_the_cause(config):
 
 def test_too_few_workers_are_counted_with_where_to_look(config):
     said = (
-        r"^0 of 2 workers came up within cluster.start_timeout=3 s: .*Fixed starts them, as many "
+        r"^0 of 2 workers came up within cluster.start_timeout=6 s: .*Fixed starts them, as many "
         r"as its kwargs name"
     )
     with pytest.raises(RunError, match=said):
-        connect(config("Fixed", start_timeout=3), QUIET).__enter__()
+        connect(config("Fixed", start_timeout=6), QUIET).__enter__()
 
 
 def test_a_cluster_that_comes_up_too_late_is_closed(config, monkeypatch):

@@ -101,7 +101,7 @@ class Started:
             pytest.fail(f"still running after {timeout} s:\n{self.process.communicate()[1]}")
         seconds = time.monotonic() - began
         self.slowdown = measured.factor
-        _, alive = psutil.wait_procs({*self.family, *self.processes()}, timeout=3)
+        _, alive = psutil.wait_procs({*self.family, *self.processes()}, timeout=3 * self.slowdown)
         assert not alive, f"left over: {alive}"
         if isinstance(self.process, ForkedProgram):
             assert self.process.left_over() == []

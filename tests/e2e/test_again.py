@@ -55,6 +55,7 @@ def with_node(function):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_next_run_begins_after_a_failed_node_a_lost_peer_ctrl_c_and_a_killed_driver(
     start, train, vllm
 ):

@@ -31,7 +31,7 @@ def notice(ctx, table, *, folder: str):
 @columns()
 def wait_for_next(ctx, table, *, folder: str, last: int):
     """Go on only when the rows of the next step are there as well."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while ctx.step < last and not Path(folder, str(ctx.step + 1)).exists():
         if time.monotonic() > deadline:
             raise TimeoutError(

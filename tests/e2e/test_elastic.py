@@ -109,7 +109,7 @@ class Gates:
 
     def check(self):
         for thread in self._doing:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive(), "the run never came to a gate"
         assert not self._failed
 

@@ -49,7 +49,7 @@ def weights_that_are_missing(folder):
 def test_it_is_one_error_by_name_and_no_process_is_left(start, tmp_path, wrong, said):
     run = start("cluster.workers=1", "cluster.placement={}", *wrong(tmp_path))
     _, out, err = run.end(timeout=120)
-    _, left = psutil.wait_procs([*of_session(run.process.pid)], timeout=3)
+    _, left = psutil.wait_procs([*of_session(run.process.pid)], timeout=3 * run.slowdown)
     assert not left
     assert run.process.returncode == 2
     assert err.startswith("error: ")

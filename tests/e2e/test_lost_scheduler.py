@@ -5,7 +5,7 @@ import pytest
 from siirl_dask.driver import launch_loop
 from siirl_dask.driver.recovery.replacement import FixedWorkers
 from siirl_dask.errors import SchedulerLost, WorkerLost
-from tests.clusters import announced_address
+from tests.clusters import announced_address, lasting_port
 from tests.e2e.test_elastic import Gates, begin, seen, wait_for_try  # noqa: F401
 from tests.e2e.test_resume import check_same
 from tests.e2e.traps import start_workers
@@ -20,7 +20,7 @@ STEPS = ["run.steps=5", "cluster.workers=2"]
 class Cluster:
     """A scheduler process with a scheduler file, and two workers without nannies."""
 
-    def __init__(self, folder, port=0):
+    def __init__(self, folder, port):
         self.file = folder / "scheduler.json"
         self.file.unlink(missing_ok=True)
         words = ["-c", SCHEDULER, "--scheduler-file", self.file, "--port", port, *QUIET]
@@ -42,8 +42,8 @@ class Cluster:
 def clusters(tmp_path):
     made = []
 
-    def make(port=0):
-        made.append(Cluster(tmp_path, port))
+    def make(port=None):
+        made.append(Cluster(tmp_path, lasting_port() if port is None else port))
         return made[-1]
 
     yield make

@@ -24,6 +24,7 @@ def texts(cell):
     return "\n".join(shown)
 
 
+@pytest.mark.timeout(600)
 def test_the_notebook_of_the_page_runs(quickstarts_task, tmp_path, monkeypatch):
     shutil.copytree(quickstarts_task, tmp_path / "runs")
     paths = [str(ROOT), str(ROOT / "storage"), os.environ.get("PYTHONPATH", "")]
@@ -34,7 +35,7 @@ def test_the_notebook_of_the_page_runs(quickstarts_task, tmp_path, monkeypatch):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(texts(cell) for cell in notebook.cells), "it is kept without its outputs"
     client = nbclient.NotebookClient(
-        notebook, timeout=150, resources={"metadata": {"path": str(tmp_path)}}
+        notebook, timeout=400, resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute()
     shown = "\n".join(map(texts, notebook.cells))

@@ -79,4 +79,4 @@ def test_a_browser_sees_the_run_while_it_goes_on(start, tmp_path, monkeypatch):
         assert "has ended: interrupted" in farewell
         assert "siirl-dask serve" in farewell
         assert page.locator("span.chip.live").count() == 0, "it does not say that it trains"
-    run.end(timeout=30)
+    run.end(timeout=60)

@@ -120,7 +120,7 @@ class Group:
             self.driver if DRIVER not in whom else None,
         )
         for process in whom:
-            process.join(10)
+            process.join(60)
             assert not process.is_alive()
 
     def start_again(self, who):

@@ -124,7 +124,7 @@ def test_a_second_start_is_refused_while_the_first_is_alive_and_changes_nothing(
     assert f"is being trained, by process {first.process.pid} of " in capsys.readouterr().err
     assert first.steps() >= 1
     first.process.send_signal(signal.SIGINT)
-    first.end(10)
+    first.end(60)
 
 
 def flip(fs, path, bit):

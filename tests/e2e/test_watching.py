@@ -34,7 +34,7 @@ def test_nothing_listens_beyond_loopback_while_a_run_is_under_way(start):
     assert len(listening) > 5  # scheduler, dashboard, nannies, workers, the process groups
     assert all(ipaddress.ip_address(ip).is_loopback for ip in listening), listening
     run.process.send_signal(signal.SIGTERM)
-    run.end(timeout=30)
+    run.end(timeout=60)
 
 
 def test_each_node_shows_by_its_name_in_fine_performance_metrics(train, cluster_address):

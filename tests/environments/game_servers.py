@@ -52,6 +52,7 @@ class Game(WebSocketHandler):
     """
 
     async def prepare(self):
+        self.application.settings["state"]["asked"] += 1
         await asyncio.sleep(self.application.settings["seconds"])
 
     def open(self):
@@ -194,7 +195,7 @@ def openenv_server(fields=None, most_sessions=1000, state=None, seconds=0.0):
         ("/ws", Game),
     ]
     state = {} if state is None else state
-    state.update(open=0, most=0, refused=0)
+    state.update(asked=0, open=0, most=0, refused=0)
     fields = {"guess": {"type": "integer"}} if fields is None else fields
     settings = {"most_sessions": most_sessions, "state": state, "seconds": seconds}
     return serving(handlers, fields=fields, **settings)

@@ -222,7 +222,8 @@ def test_a_session_that_opens_after_its_episode_was_given_up_is_ended():
         async def give_up():
             game = factory()
             beginning = asyncio.ensure_future(game.reset({"prompt": ""}, 0))
-            await asyncio.sleep(0.1)
+            while not state["asked"]:
+                await asyncio.sleep(0.02)
             beginning.cancel()
             await asyncio.wait([beginning])
             await game.close()

@@ -103,39 +103,41 @@ def test_what_an_environment_says_is_the_same_everywhere(tells):
 
 
 def test_a_coroutine_that_hangs_takes_only_its_own_episode(play):
-    tells = play(worlds.AsyncTells, timeout=0.3)
+    tells = play(worlds.AsyncTells, timeout=1)
     tells.reset(0)
     tells.reset(1)
-    assert tells.step("hang") == Failure("took more than 0.3 s")
+    assert tells.step("hang") == Failure("took more than 1 s")
     tells.reset(2)
-    assert tells.step("hang on", episode=2) == Failure("took more than 0.3 s"), (
+    assert tells.step("hang on", episode=2) == Failure("took more than 1 s"), (
         "it goes on when it is cancelled"
     )
     assert tells.step("x", episode=1) == Step(observation="did x")
 
 
 def test_a_coroutine_that_goes_on_in_spite_of_its_end_is_said_once(caplog):
-    with built(worlds.AsyncTells, timeout=0.3) as environments:
+    gc.collect()  # what earlier tests have left is said now
+    caplog.clear()
+    with built(worlds.AsyncTells, timeout=1) as environments:
         tells = Player(environments)
         with tells.session:
             tells.reset(0)
-            assert tells.step("hang on") == Failure("took more than 0.3 s")
+            assert tells.step("hang on") == Failure("took more than 1 s")
     del tells, environments
     gc.collect()
     assert caplog.messages == ["coroutines of environments that go on though cancelled are left: 1"]
 
 
 def test_a_process_that_hangs_is_killed_with_what_it_started_and_costs_what_it_held(play):
-    tells = play(worlds.Tells, processes=2, timeout=0.5)
+    tells = play(worlds.Tells, processes=2, timeout=1)
     for episode in range(4):  # 0 and 2 in the first, 1 and 3 in the second
         tells.reset(episode)
     pid, started = int(tells.step("pid", 0).observation), int(tells.step("start", 2).observation)
     assert tells.step("pid", 2).observation == str(pid) != tells.step("pid", 1).observation
-    assert tells.step("hang", 0) == Failure("took more than 0.5 s")
+    assert tells.step("hang", 0) == Failure("took more than 1 s")
     assert ended(pid)
     assert eventually(lambda: ended(started))
     lost = (
-        "was lost with the process that held it, in a call of another episode: took more than 0.5 s"
+        "was lost with the process that held it, in a call of another episode: took more than 1 s"
     )
     assert tells.step("x", 2) == Failure(lost)
     assert tells.step("x", 1) == tells.step("x", 3) == Step(observation="did x")
@@ -168,11 +170,11 @@ def test_an_answer_that_is_too_large_is_a_failure_and_not_the_parent_s_memory(pl
 
 
 def test_a_close_that_raises_or_hangs_is_said_and_harms_nothing(play, caplog):
-    tells = play(worlds.Tells, columns=["answer", "close"], processes=1, timeout=0.5)
+    tells = play(worlds.Tells, columns=["answer", "close"], processes=1, timeout=1)
     for episode, what in enumerate(("raise", "hang")):
         tells.reset(episode, close=what)
         tells.session.close(episode)
-    for reason in ("raised ValueError", "took more than 0.5 s"):
+    for reason in ("raised ValueError", "took more than 1 s"):
         assert eventually(lambda reason=reason: reason in caplog.text)
     tells.reset(2)
     assert tells.step("x", 2) == Step(observation="did x")
@@ -184,25 +186,25 @@ class Broken:
 
 
 def test_what_cannot_be_loaded_in_a_process_is_an_error_before_the_run():
-    threads = threading.active_count()
+    threads = {*threading.enumerate()}
     with pytest.raises(ConfigError, match="cannot be loaded in a process of its own: ValueError"):
         built(Broken(), processes=1).__enter__()
     with pytest.raises(ConfigError, match="cannot be sent to other processes"):
         built(partial(worlds.Tells, threading.Lock()), processes=1).__enter__()
-    assert eventually(lambda: threading.active_count() == threads)
+    assert eventually(lambda: not {*threading.enumerate()} - threads)
 
 
 @pytest.mark.parametrize("options", [{}, {"processes": 2, "timeout": 30}])
 def test_500_open_episodes_leave_no_process_and_no_thread(options, tmp_path):
-    threads, processes, marks = threading.active_count(), children(), tmp_path / "marks"
+    threads, processes, marks = {*threading.enumerate()}, children(), tmp_path / "marks"
     with built(worlds.Tells, columns=["answer", "marks"], **options) as environments:
         answers, began = Answers(), time.monotonic()
         with pytest.raises(KeyboardInterrupt), environments.session(answers) as session:
             interrupted(session, answers, str(marks))
         assert time.monotonic() - began < 60
         assert marks.read_text() == "closed\n" * 500
-    assert threading.active_count() == threads
-    assert children() == processes
+    assert not {*threading.enumerate()} - threads
+    assert children() <= processes
 
 
 def interrupted(session, answers, marks):
@@ -240,14 +242,14 @@ def test_what_an_environment_has_started_ends_where_the_worker_is_killed():
 
 def test_leaving_does_not_wait_for_calls_that_hang(monkeypatch):
     monkeypatch.setattr("siirl_dask.environments.session.PATIENCE", 0.3)
-    processes, threads = children(), threading.active_count()
+    processes, threads = children(), {*threading.enumerate()}
     with built(worlds.Tells, processes=1) as environments:  # no limit of time
         player = Player(environments)
         with player.session:
             player.reset(0)
             player.session.step(0, action("hang"))
-    assert children() == processes
-    assert threading.active_count() == threads
+    assert children() <= processes
+    assert not {*threading.enumerate()} - threads
 
 
 def test_functions_in_the_worker_that_could_not_be_stopped_are_refused_with_a_timeout(play):

@@ -56,8 +56,8 @@ def test_tools_of_a_server_are_called_beside_functions_and_their_failures_are_te
 def test_the_server_ends_with_the_environments():
     before = children()
     with built(mcp_servers={"numbers": SERVER}):
-        assert children() > before
-    assert children() == before
+        assert children() - before
+    assert children() <= before
 
 
 @pytest.mark.parametrize("server", ["no-such-program --x", f"{sys.executable} -c pass", ""])

@@ -219,11 +219,11 @@ def test_a_scorer_scores_again_after_too_many_failures(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("response", "said"), [("hang", "took more than 0.5 s"), ("die", r"exit code 3")]
+    ("response", "said"), [("hang", "took more than 2 s"), ("die", r"exit code 3")]
 )
 def test_a_row_that_hangs_or_kills_its_process_is_named(scored, response, said):
     with pytest.raises(RewardError, match=f"{said}.*row 1"):
-        scored(capricious, table(["fine", response, "fine"]), processes=1, timeout=0.5)
+        scored(capricious, table(["fine", response, "fine"]), processes=1, timeout=2.0)
 
 
 def test_failures_are_counted_over_all_workers(scored):
@@ -337,4 +337,4 @@ def test_child_processes_die_with_a_killed_worker_even_one_that_hangs(tmp_path):
             worker.is_running()
         child = psutil.Process(int(told.read_text()))
         worker.kill()
-        assert not psutil.wait_procs([child], timeout=10)[1]
+        assert not psutil.wait_procs([child], timeout=60)[1]

@@ -181,7 +181,7 @@ class Held(Echo):
 
     def step(self, action):
         if self.waits and self.turns == 1:
-            self.gate.wait(30)
+            self.gate.wait(150)
         return super().step(action)
 
 

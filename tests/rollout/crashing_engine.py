@@ -60,19 +60,26 @@ class CrashingEngine(TransformersEngine):
 
 
 class CrashingWeights:
-    """New weights that end the process in place of being loaded, where the file ``marker`` is there."""
+    """New weights that end the process in place of being loaded, where the file ``marker`` is there, once
+    another rank has loaded them: the file ``loaded`` beside it says so.
+    """
 
     def __init__(self, weights, marker):
         self.arrived = weights.arrived
         self.own = weights
         self.marker = marker
+        self.loaded = marker.with_name("loaded")
 
     def load(self):
         if self.marker.exists():
             self.marker.unlink()
-            time.sleep(1)  # the other rank has loaded them by then
+            deadline = time.monotonic() + 60
+            while not self.loaded.exists():
+                assert time.monotonic() < deadline, "no other rank has loaded them"
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         self.own.load()
+        self.loaded.touch()
 
 
 class CrashingRanks(CrashingEngine):

@@ -155,6 +155,7 @@ def with_a_kill_as_weights_are_loaded(rank, folder):
     later = responses(own, requests)
     own.close()
     if rank.rank == 1:
+        (scratch / "loaded").unlink()
         (scratch / "marker-1").touch()
     engine = engine_of(model, rank, scratch)
     first = engine.pid

@@ -64,7 +64,7 @@ def of_another_host(url, lease=1.0, **changes):
     write_atomic(fs, path, owner.to_json())
 
 
-def test_a_second_start_is_refused_while_the_first_lives_and_names_it(tmp_path, hold):
+def test_a_second_start_is_refused_while_the_first_lives_and_names_it(tmp_path, hold, slowdown):
     first = hold(str(tmp_path), 1.5)
     began = time.monotonic()
     with pytest.raises(
@@ -72,7 +72,8 @@ def test_a_second_start_is_refused_while_the_first_lives_and_names_it(tmp_path, 
         match=rf"is being trained, by process {first.pid} of \S+ on \S+, since 2\d\d\d-",
     ):
         take(str(tmp_path), 30.0, print)
-    assert time.monotonic() - began < 1.5, "it waited for longer than the first one's lease"
+    seconds = time.monotonic() - began
+    assert seconds < 1.5 * slowdown.factor, "it waited for longer than the first one's lease"
 
 
 def test_a_process_that_is_gone_is_followed_at_once(tmp_path, hold):
@@ -154,11 +155,11 @@ def test_a_start_that_wrote_nothing_leaves_nothing(url):
         assert again.number == 1
 
 
-def test_a_silent_one_of_another_host_is_followed_after_its_own_lease(url):
+def test_a_silent_one_of_another_host_is_followed_after_its_own_lease(url, slowdown):
     of_another_host(url, lease=1.0)
     waits, began = [], time.monotonic()
     assert take(url, 3600.0, waits.append).number == 2
-    assert 1.0 <= time.monotonic() - began < 5.0
+    assert 1.0 <= time.monotonic() - began < 5.0 * slowdown.factor
     assert "for up to 1 s for a sign of life of process" in waits[0]
     assert "on elsewhere" in waits[0]
 
@@ -170,7 +171,7 @@ def test_a_stopped_process_is_followed_and_fenced_when_it_wakes(tmp_path, hold):
         assert second.number == 2
         os.kill(first.pid, signal.SIGCONT)
         first.stdin.close()
-        assert first.wait(10) == 0
+        assert first.wait(60) == 0
         second.check()  # what the first one wrote when it ended has not disturbed it
 
 
@@ -261,7 +262,8 @@ def test_a_start_whose_folder_was_removed_is_fenced_and_writes_no_sign_of_life_t
         ):
             attempt.check()
         assert not attempt.holds()
-        time.sleep(0.2)  # one may have been on its way
+        with attempt._lock:  # one may have been on its way
+            pass
         remove_tree(*open_fs(url))
         time.sleep(0.7)  # more than a beat
     fs, path = open_fs(url)

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from threading import Timer
 from types import SimpleNamespace
@@ -350,6 +352,39 @@ def sum_without_the_peer(rank):
 
 def test_a_sum_whose_peer_never_comes_ends_when_the_run_does(tmp_path):
     assert run_ranks(2, sum_without_the_peer, tmp_path) == [["a node failed", [2.0]], ["", [2.0]]]
+
+
+def leave_before_the_peer(rank):
+    """Rank 0 gives up a sum, or begins a broadcast, for which rank 1 never comes, and leaves; rank 1
+    only then.
+    """
+    hosted, port = collectives.host_store("127.0.0.1", 60) if rank.rank == 0 else (None, 0)
+    ports = torch.tensor([port])
+    dist.broadcast(ports, 0)
+    store = hosted or collectives.join_store("127.0.0.1", int(ports), 60)
+    dist.destroy_process_group()
+    worker, roles = f"w{rank.rank}", {"policy": ["w0", "w1"]}
+    devices = {device.worker: device for device in on(CPU, "", "")}
+    ranks = groups.join(store, "run", worker, devices, roles, "127.0.0.1", 60)
+    group = groups.broadcast_group(worker, devices, ["w1", "w0"], 60)
+    if rank.rank == 0:
+        stop = StopFlag()
+        stop.set("a node failed")
+        with suppress(Aborted):
+            groups.RolePeers(ranks["policy"], stop).all_sum([1.0])
+        group.broadcast(torch.zeros(1), 0)
+    else:
+        store.wait(["left"], timedelta(seconds=50))
+    del ranks, group
+    groups.leave(abort=True)
+    store.set("left", "")
+    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=2)
+    return dist.get_world_size()
+
+
+def test_a_worker_of_a_stopped_run_leaves_though_a_peer_has_not_come_to_what_it_gave_up(tmp_path):
+    """gloo waits for its threads, which wait for the peer: it may be in a task for long."""
+    assert run_ranks(2, leave_before_the_peer, tmp_path) == [2, 2]
 
 
 @dataclass

@@ -10,7 +10,7 @@ from siirl_dask.errors import Aborted, RunError
 from siirl_dask.planner import Role
 from siirl_dask.worker import release as releases
 from siirl_dask.worker.monitoring.task_progress import TaskProgress
-from siirl_dask.worker.release import Release
+from siirl_dask.worker.release import Release, await_all
 from siirl_dask.worker.roles.role_state import BuiltRoles, build_roles
 from siirl_dask.worker.stop import StopFlag
 
@@ -130,21 +130,22 @@ def test_kept_objects_are_closed_when_another_role_cannot_be_built():
 
 def test_what_is_handed_over_is_freed_no_more():
     freed = []
-    release = Release(lambda: freed.append(1))
-    assert release.hand_over("b", StopFlag(), TaskProgress())
+    release = Release(lambda: freed.append(1), TaskProgress())
+    assert release.hand_over("b", StopFlag())
     release.end(0.0)
     assert not freed
     assert not release.is_draining
 
 
 def test_what_was_freed_is_not_handed_over():
-    release = Release(lambda: None)
+    release = Release(lambda: None, TaskProgress())
     release.end(0.0)
-    assert not release.hand_over("b", StopFlag(), TaskProgress())
+    assert not release.hand_over("b", StopFlag())
 
 
 def test_nothing_is_handed_over_while_a_task_is_inside():
-    release, inside, leave, order = Release(lambda: None), threading.Event(), threading.Event(), []
+    release, order = Release(lambda: None, TaskProgress()), []
+    inside, leave = threading.Event(), threading.Event()
 
     def work():
         with release.task():
@@ -156,7 +157,7 @@ def test_nothing_is_handed_over_while_a_task_is_inside():
     task.start()
     inside.wait(10)
     threading.Timer(0.1, leave.set).start()
-    assert release.hand_over("b", StopFlag(), TaskProgress())
+    assert release.hand_over("b", StopFlag())
     order.append("handed over")
     task.join()
     assert order == ["left", "handed over"]
@@ -164,16 +165,51 @@ def test_nothing_is_handed_over_while_a_task_is_inside():
 
 def test_a_task_that_gets_nothing_done_and_does_not_return_is_told(monkeypatch):
     monkeypatch.setattr(releases, "LEAVE_TIMEOUT", 0.2)
-    release = Release(lambda: None)
+    release = Release(lambda: None, TaskProgress())
     with release.task(), pytest.raises(RunError, match="worker 'b' is still inside a task"):
-        release.hand_over("b", StopFlag(), TaskProgress())
+        release.hand_over("b", StopFlag())
+
+
+def test_a_next_run_waits_for_tasks_of_an_earlier_one_as_long_as_these_get_something_done(
+    monkeypatch,
+):
+    monkeypatch.setattr(releases, "LEAVE_TIMEOUT", 1.0)
+    progress, inside, beat = TaskProgress(), threading.Event(), threading.Event()
+    release = Release(lambda: None, progress)
+
+    def work():
+        with release.task():
+            inside.set()
+            for _ in range(40):
+                beat.wait(0.05)
+                progress.beat()
+
+    task = threading.Thread(target=work)
+    task.start()
+    inside.wait(60)
+    release.end(0.0)
+    await_all([release], "b", StopFlag())
+    assert not release.is_draining
+    task.join()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_task_that_gets_nothing_done_keeps_a_next_run_for_a_while_only(monkeypatch, is_told):
+    """Also where its worker has not been told yet that its run is over."""
+    monkeypatch.setattr(releases, "LEAVE_TIMEOUT", 0.2)
+    release = Release(lambda: None, TaskProgress())
+    with release.task():
+        if is_told:
+            release.end(0.0)
+        with pytest.raises(RunError, match="worker 'b' is still inside a task"):
+            await_all([release], "b", StopFlag())
 
 
 def test_a_stop_ends_the_wait_for_what_is_handed_over():
-    release, stop = Release(lambda: None), StopFlag()
+    release, stop = Release(lambda: None, TaskProgress()), StopFlag()
     stop.set("the driver is gone")
     with release.task(), pytest.raises(Aborted):
-        release.hand_over("b", stop, TaskProgress())
+        release.hand_over("b", stop)
 
 
 def test_progress_of_objects_that_are_kept_counts_for_the_next_run():

@@ -18,7 +18,7 @@ from siirl_dask.worker.monitoring.tracing import ClockOffset, Tracing, clock_id
 from siirl_dask.worker.peers.data_plane import DataSettings
 from siirl_dask.worker.run_spec import RunSpec
 
-SLOW = 0.3
+SLOW = 1.5  # seconds, of which a machine with other work takes less than a twentieth from a task
 
 
 @columns()

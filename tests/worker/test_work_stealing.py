@@ -67,7 +67,7 @@ class Role:
         )
 
     def call(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
 
     def __enter__(self):
         return self
@@ -105,7 +105,7 @@ def test_every_item_is_computed_once_and_returned_to_its_owner(counts, batch, pa
             threads.submit(lambda name, own: go_through(role.work(name, own)), *pair)
             for pair in begin
         ]
-        results = [one.result(20) for one in running]
+        results = [one.result(60) for one in running]
     assert sorted(done) == sorted(item for own in items for item in own)
     assert results == [[item * 2 for item in own] for own in items]
 
@@ -163,7 +163,7 @@ def test_a_worker_that_is_stopped_wakes_the_peers_that_ask_it():
         )
         role.loop.call_soon_threadsafe(role.services["w0"].abort, "gone")
         with pytest.raises(Aborted, match="gone"):
-            waiting.result(10)
+            waiting.result(60)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_engines_of_two_ranks_take_over_rows_of_each_other_and_compute_alike():
 
     def serve(rank, work, gather):
         if rank < 2:
-            assert stolen.wait(10)
+            assert stolen.wait(60)
         queue = TensorParallelQueue(work, gather, rank=rank % 2, size=2, version=0)
         order = []
         try:
@@ -265,7 +265,7 @@ def test_engines_of_two_ranks_take_over_rows_of_each_other_and_compute_alike():
             threads.submit(serve, rank, work, gathers[rank // 2](rank % 2))
             for rank, work in enumerate(works)
         ]
-        found = [one.result(30) for one in running]
+        found = [one.result(60) for one in running]
     orders = [order for _, order, _ in found]
     assert orders[0] == orders[1]
     assert orders[2] == orders[3]

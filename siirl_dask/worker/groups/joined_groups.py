@@ -19,7 +19,6 @@ from siirl_dask.devices.cpus import CpuBinding
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Plan
 from siirl_dask.worker.groups import process_groups as groups
-from siirl_dask.worker.groups import stuck_collectives
 from siirl_dask.worker.hardware.device_shares import share_devices
 from siirl_dask.worker.hardware.devices import find_devices
 from siirl_dask.worker.run_spec import RunSpec
@@ -83,8 +82,6 @@ class JoinedGroups:
     """Its rank in each of its roles."""
     broadcasts: dict[tuple[str, ...], Broadcast] = field(default_factory=dict)
     """Broadcasts of the run, by their members."""
-    epoll_descriptors: frozenset[int] = frozenset()
-    """File descriptors that watch the groups' connections: see ``stuck_collectives``."""
 
 
 def join_groups(
@@ -120,7 +117,6 @@ def join_groups(
     devices = share_devices(devices, plan.placement, spec.footprints, spec.device_memory)
     if torch_store is None:
         return JoinedGroups(devices[worker], groups.single_ranks(plan.placement))
-    before = stuck_collectives.epoll_descriptors()
     ranks = groups.join(
         torch_store,
         run=spec.run,
@@ -130,6 +126,5 @@ def join_groups(
         host=host,
         timeout=timeout,
     )
-    epoll_descriptors = frozenset(stuck_collectives.epoll_descriptors() - before)
     broadcasts = join_broadcasts(worker, plan, devices, data=spec.data, timeout=timeout, stop=stop)
-    return JoinedGroups(devices[worker], ranks, broadcasts, epoll_descriptors)
+    return JoinedGroups(devices[worker], ranks, broadcasts)

@@ -7,7 +7,8 @@ to the worker's own address, which is loopback for a cluster on one machine.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -20,10 +21,12 @@ from siirl_dask.config import WeightSync
 from siirl_dask.context import Device, Rank
 from siirl_dask.devices import traits_of
 from siirl_dask.errors import ConfigError
+from siirl_dask.worker.groups import stuck_collectives
 from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.stop import StopFlag
 
 _MIN_WAIT = 3600.0  # seconds; a thread in gloo waits for a peer that stands still until its timeout
+_epolls: set[int] = set()
 
 
 def longest_wait(stall_timeout: float) -> float:
@@ -33,6 +36,23 @@ def longest_wait(stall_timeout: float) -> float:
     return max(6 * stall_timeout, _MIN_WAIT)
 
 
+def epoll_descriptors() -> frozenset[int]:
+    """Return the file descriptors that watch the connections of this process's groups: see
+    ``stuck_collectives``.
+    """
+    return frozenset(_epolls)
+
+
+@contextmanager
+def _noting_epolls() -> Iterator[None]:
+    before = stuck_collectives.epoll_descriptors()
+    try:
+        yield
+    finally:
+        _epolls.update(stuck_collectives.epoll_descriptors() - before)
+
+
+@_noting_epolls()
 def join(
     store: TCPStore,
     run: str,
@@ -82,6 +102,7 @@ def join(
     return ranks
 
 
+@_noting_epolls()
 def broadcast_group(
     worker: str,
     devices: Mapping[str, Device],
@@ -190,12 +211,17 @@ class RolePeers:
 def leave(*, abort: bool) -> None:
     """Destroy all process groups of this process, if there are any.
 
-    With ``abort`` collectives that run on devices are aborted first: nccl would wait for their
-    peers. A peer that waits in a collective of gloo goes on when the last reference to a group is
-    gone here, which closes its sockets.
+    With ``abort`` collectives that are under way are ended first, here and at the peers: nccl would
+    wait for its peers, and so would gloo, whose groups join their threads. Otherwise a peer that
+    waits in a collective of gloo goes on when the last reference to a group is gone here, which
+    closes its sockets.
     """
+    epolls = epoll_descriptors()
+    _epolls.clear()
     if not dist.is_initialized():
         return
+    if abort:
+        stuck_collectives.shut_down_connections(epolls)
     gc.collect()  # the frames of an exception may be in a cycle with a group
     if abort and collectives.device_backends():
         distributed_c10d._abort_process_group()

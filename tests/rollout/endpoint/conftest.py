@@ -58,7 +58,7 @@ class Saying:
         while batch := queue.next(4, wait=True):
             self.taken.set()
             if self.hold is not None:
-                self.hold.wait(30)
+                self.hold.wait(120)
             for ticket, request in batch:
                 self.asked.append(request)
                 queue.complete(ticket, self._answer(request))
