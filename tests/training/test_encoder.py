@@ -123,7 +123,7 @@ def test_an_encoder_with_packed_weights_is_refused_by_their_method(folder, tmp_p
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq"}
     (packed / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="its weights are packed .* quant_method 'awq'"):
+    with pytest.raises(ConfigError, match=r"its weights are packed .* quant_method 'awq'"):
         refused(packed)
 
 
