@@ -260,7 +260,9 @@ def is_of_weights(name: str) -> bool:
 
 def describes_model(name: str) -> bool:
     """Return whether a model's file of that name says how its weights are used."""
-    return not is_of_weights(name) and _DESCRIBES.fullmatch(name) is not None
+    if is_of_weights(name):
+        return False
+    return _DESCRIBES.fullmatch(name) is not None
 
 
 def is_of_mistral(name: str) -> bool:

@@ -128,12 +128,12 @@ class ModelVersion:
 
     def has_other_weights(self, before: ModelVersion) -> bool:
         """Return whether the weights are others than before, as far as both are known."""
-        return bool(self.weights and before.weights) and self.weights != before.weights
+        if "" in (self.weights, before.weights):
+            return False
+        return self.weights != before.weights
 
     def other_files(self, before: ModelVersion) -> list[str]:
-        """Return the names of files that are others than before, or that are there in one of the
-        states alone, as far as both are known.
-        """
+        """Return the names of files that differ from before, as far as both states are known."""
         if not (self.files and before.files):
             return []
         names = sorted({*self.files, *before.files})

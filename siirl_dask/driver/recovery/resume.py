@@ -264,15 +264,15 @@ def check_same_data(
             )
     unknown = []
     for key, model in models.items():
-        before = recorded.models.get(key, ModelVersion())
-        if model.has_other_weights(before):
+        began = recorded.models.get(key, ModelVersion())
+        if model.has_other_weights(began):
             changes.append(
                 f"the weights of {key} were replaced or changed, which adapters, a reference and "
                 "frozen parts are of"
             )
-        if names := model.other_files(before):
+        if names := model.other_files(began):
             changes.append(f"{', '.join(names)} of {key} were replaced or changed")
-        if not before.files:
+        if not began.files:
             unknown.append(f"{not_recorded(key)}: it is taken as it is now")
     if changes and not force:
         raise ConfigError(
