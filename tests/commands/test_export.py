@@ -22,7 +22,7 @@ from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Device, Rank
 from siirl_dask.driver.phases import dags, model_versions
 from siirl_dask.errors import CheckpointError, ConfigError
-from siirl_dask.models.shapes import weights_digest
+from siirl_dask.models.shapes import description_digests, weights_digest
 from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoint_model import write_checkpoint
@@ -301,6 +301,33 @@ def test_a_base_whose_config_or_tokenizer_was_replaced_is_not_given_to_the_weigh
     export(url, str(tmp_path / "earlier"))
     (said,) = [record.message for record in caplog.records if "recorded" in record.message]
     assert said.startswith("the run has not recorded config and tokenizer of model.path")
+
+
+@pytest.mark.parametrize("at_url", [False, True])
+def test_a_model_is_known_by_what_says_how_its_weights_are_used_and_by_no_other_file(
+    tmp_path, at_url
+):
+    url = f"memory://{uuid4().hex}" if at_url else str(tmp_path)
+    fs, path = open_fs(url)
+    assert description_digests(url) == {}
+    described = [
+        f"{CHAT_TEMPLATE_DIR}/tools.jinja",
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "preprocessor_config.json",
+        "tokenizer.model",
+    ]
+    others = ["README.md", "eval_results.json", "model.safetensors.index.json", "tokenization_x.py"]
+    for name in (*described, *others):
+        fs.makedirs(f"{path}/{name}".rpartition("/")[0], exist_ok=True)
+        fs.pipe_file(f"{path}/{name}", b"one")
+    digests = description_digests(url)
+    assert [*digests] == described
+    for name in (*described, *others):
+        fs.pipe_file(f"{path}/{name}", b"other")
+    now = description_digests(url)
+    assert [name for name in described if now[name] == digests[name]] == []
 
 
 @pytest.mark.parametrize("run", ["untied"], indirect=True)
