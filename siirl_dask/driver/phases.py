@@ -28,10 +28,9 @@ from siirl_dask.driver.checks.continued import check_continued
 from siirl_dask.driver.checks.unread_groups import check_read
 from siirl_dask.errors import ConfigError, DataError, PlanError, did_you_mean
 from siirl_dask.images import check_layout
-from siirl_dask.models.shapes import weights_digest
 from siirl_dask.planner import DAG, Hosts, Phase, Plan, bind, compile_chains, dag_from_spec, resolve
 from siirl_dask.recipes import scored_as_training, validation_dag
-from siirl_dask.runs.identity_file import DataVersion, DueTable, agent_model_key
+from siirl_dask.runs.identity_file import DataVersion, DueTable, ModelVersion, agent_model_key
 from siirl_dask.schema import (
     IDENTITY,
     IMAGES,
@@ -104,15 +103,18 @@ def plan_phases(
     return phases
 
 
-def model_versions(config: Config) -> dict[str, str]:
-    """Return the digest of the weights that training begins with, and of those of each agent, by
+def model_versions(config: Config) -> dict[str, ModelVersion]:
+    """Return the state of the model that training begins with, and of that of each agent, by
     the configuration's key; those that are not there, or not to be reached from here, are left out.
     """
     paths = {"model.path": config.model.path}
     for name, agent in config.agents.items():
         paths[agent_model_key(name)] = agent.model.path
-    digests = {path: weights_digest(path) for path in dict.fromkeys(paths.values()) if path}
-    return {key: digests[path] for key, path in paths.items() if digests.get(path)}
+    versions = {path: ModelVersion.of(path) for path in dict.fromkeys(paths.values()) if path}
+    absent = ModelVersion()
+    return {
+        key: versions[path] for key, path in paths.items() if versions.get(path, absent) != absent
+    }
 
 
 def data_versions(phases: Phases) -> dict[str, DataVersion]:

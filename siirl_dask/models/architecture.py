@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from siirl_dask.errors import ConfigError
@@ -56,6 +57,8 @@ _OF_MIXTURES = ("num_experts_per_tok", "moe_intermediate_size")
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # its width of a head where the config does not say; others divide the hidden width by the heads
 _QWEN3_HEAD = 128
+_TABLES = ("position_embeddings", "embed_positions", "positions_embed", "wpe")
+"""Modules that are tables of positions, one for each token of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +305,47 @@ def as_transformers_reads(config: Mapping[str, Any]) -> dict[str, Any]:
     own = deepcopy(dict(config))
     whole: dict[str, Any] = CONFIG_MAPPING[config["model_type"]].from_dict(own).to_dict()
     return whole
+
+
+def read_places(path: str, use: ModelUse) -> int | None:
+    """Return the tokens that the model for a ``use`` at ``path``, on any fsspec URL, has a table of
+    positions for: a longer row is an IndexError on a CPU, and on an accelerator an error of a
+    kernel.
+
+    None for one without such a table, and without a ``config.json`` of a kind that transformers
+    knows. ConfigError if that is damaged.
+    """
+    config = read_config(path)
+    if config is None:
+        return None
+    model = understood(path, config, partial(empty_model, use=use))
+    if model is None:
+        return None
+    return table_places(model)
+
+
+def table_places(model: PreTrainedModel) -> int | None:
+    """Return the tokens that a model, which may be without memory, has a table of positions for;
+    None without one.
+
+    A table with a place for padding, as RoBERTa's, has its first token behind that place: of 514
+    places 512 are for tokens.
+    """
+    from torch.nn import Embedding
+
+    limits = []
+    for name, module in model.named_modules():
+        if isinstance(module, Embedding) and name.rpartition(".")[2] in _TABLES:
+            padding = module.padding_idx
+            first = 0 if padding is None else padding + 1
+            limits.append(module.num_embeddings - first)
+    if not limits:
+        return None
+    # Nystromformer's and BART's tables have two places that no token gets
+    named = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(named, int):
+        limits.append(named)
+    return min(limits)
 
 
 def _shapes(config: Mapping[str, Any]) -> Shapes:

@@ -63,8 +63,13 @@ _OFFLINE = (
     "HF_HUB_OFFLINE is set or the hub does not answer, and its cache on this machine has not all "
     "of it"
 )
+_DESCRIBES = re.compile(
+    r"(?:generation_)?config\.json|chat_template\.json|.*\.(?:model|tiktoken|jinja)"
+    r"|(?!.*\.py$).*(?:token|tekken|vocab|merges|processor).*"
+)
+"""Names of the files that say how weights are used: config, tokenizer, processors, templates."""
 _NEEDED = "config.json"
-_TEMPLATES = "additional_chat_templates"
+TEMPLATES = "additional_chat_templates"
 """The one folder in a model's folder that is read: transformers takes its tokenizer's further chat
 templates from there, such as that for prompts with tools."""
 _TEMPLATE = ".jinja"
@@ -226,9 +231,9 @@ def _listed(url: str) -> list[RemoteFile]:
     entries = fs.ls(path, detail=True)
     found = [(_base(_path(info)), info) for info in entries if info["type"] == "file"]
     for folder in entries:
-        if folder["type"] == "directory" and _base(_path(folder)) == _TEMPLATES:
+        if folder["type"] == "directory" and _base(_path(folder)) == TEMPLATES:
             found += [
-                (f"{_TEMPLATES}/{_base(_path(info))}", info)
+                (f"{TEMPLATES}/{_base(_path(info))}", info)
                 for info in fs.ls(_path(folder), detail=True)
                 if info["type"] == "file" and _path(info).endswith(_TEMPLATE)
             ]
@@ -251,6 +256,13 @@ def tag_of(info: Mapping[str, object]) -> str:
 def is_of_weights(name: str) -> bool:
     """Return whether a model's file of that name holds weights, or is an index of such files."""
     return name.endswith((*_WEIGHTS, *_OTHER_WEIGHTS, ".index.json"))
+
+
+def describes_model(name: str) -> bool:
+    """Return whether a model's file of that name says how its weights are used."""
+    if is_of_weights(name):
+        return False
+    return _DESCRIBES.fullmatch(name) is not None
 
 
 def is_of_mistral(name: str) -> bool:
@@ -288,10 +300,10 @@ def _on_hub(url: str) -> RemoteModel:
     entries = list(api.list_repo_tree(name.repo, name.folder or None, revision=commit))
     files = [_of_hub(entry, "") for entry in entries if isinstance(entry, RepoFile)]
     for folder in entries:
-        if isinstance(folder, RepoFolder) and _base(folder.path) == _TEMPLATES:
+        if isinstance(folder, RepoFolder) and _base(folder.path) == TEMPLATES:
             templates = api.list_repo_tree(name.repo, folder.path, revision=commit)
             files += [
-                _of_hub(entry, f"{_TEMPLATES}/")
+                _of_hub(entry, f"{TEMPLATES}/")
                 for entry in templates
                 if isinstance(entry, RepoFile) and entry.path.endswith(_TEMPLATE)
             ]
@@ -316,7 +328,7 @@ def _in_hub_cache(url: str, name: HubName) -> RemoteModel:
     if not isinstance(config, str):
         raise ConfigError(f"model {url!r}: {_OFFLINE}")
     root = Path(config).parent
-    templates = root.glob(f"{_TEMPLATES}/*{_TEMPLATE}")
+    templates = root.glob(f"{TEMPLATES}/*{_TEMPLATE}")
     there = [file for file in (*root.iterdir(), *templates) if file.is_file()]
     shards = {shard for file in there if file.name.endswith(_INDEX) for shard in _shards(file)}
     lacking = sorted(shards - {file.name for file in there})

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from glob import has_magic
@@ -30,6 +31,8 @@ from siirl_dask.models.architecture import (
 )
 from siirl_dask.models.cache import folder_if_here, open_model
 from siirl_dask.models.remote import (
+    TEMPLATES,
+    describes_model,
     find_model,
     is_of_weights,
     is_remote,
@@ -136,6 +139,28 @@ def weights_digest(path: str) -> str:
     if not files:
         return ""
     return digest.hexdigest()
+
+
+def description_digests(path: str) -> dict[str, str]:
+    """Return a digest of each file of the model at ``path``, a folder or a URL, that says how its
+    weights are used, by its name: ``config.json``, tokenizer, processors, chat templates. Empty
+    where none are, or where a URL's store cannot be reached.
+
+    Those of a URL are of each file's size, and of what its store says of the content or of the last
+    change; nothing is read.
+    """
+    described: dict[str, bytes] = {}
+    if is_remote(path):
+        with suppress(ConfigError):
+            for one in find_model(path).files:
+                if describes_model(one.name):
+                    described[one.name] = json.dumps([one.nbytes, one.tag]).encode()
+    else:
+        folder = Path(path)
+        for file in (*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*")):
+            if describes_model(file.name) and file.is_file():
+                described[file.relative_to(folder).as_posix()] = file.read_bytes()
+    return {name: sha256(described[name]).hexdigest() for name in sorted(described)}
 
 
 def _digest_at(url: str) -> str:

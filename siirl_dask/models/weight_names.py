@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -34,6 +35,13 @@ from siirl_dask.models.experts import joined
 if TYPE_CHECKING:
     from siirl_dask.models.shapes import StoredTensor
 
+STORED_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Types of weights in files, by the names that safetensors gives them."""
 Stored = tuple[str, Any]
 """Name of a weight in an open file, and that file; ``file.get_slice(name)`` reads it."""
 
@@ -109,6 +117,29 @@ def described_parameters(
     return stored_parameters(model, joined(dict.fromkeys(shapes, _Headers(shapes))))
 
 
+def parameter_types(
+    model: PreTrainedModel, tensors: Mapping[str, StoredTensor]
+) -> dict[str, torch.dtype]:
+    """Return the type in which each parameter, or buffer, of a model is stored, given the tensors in
+    files by name: the finest of those that it is made of. The model may be without memory.
+    """
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    headers = _Headers(shapes, {name: tensor.dtype for name, tensor in tensors.items()})
+    stored = stored_parameters(model, joined(dict.fromkeys(tensors, headers)))
+    types = {name: read_stored(each).dtype for name, each in stored.items()}
+    for names in tied_names(model).values():
+        there = [types[name] for name in names if name in types]
+        types |= dict.fromkeys(names, there[0]) if there else {}
+    return types
+
+
+def finer(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    """Return which of two floating-point types has smaller steps."""
+    if torch.finfo(second).eps < torch.finfo(first).eps:
+        return second
+    return first
+
+
 def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
     """Return all names of each parameter of a model by the first: tied ones have several."""
     names: dict[str, list[str]] = {}
@@ -131,10 +162,13 @@ def tied_apart(subject: str, first: str, other: str) -> ConfigError:
 
 
 class _Headers:
-    """Stands for open files of which the shapes of tensors are known."""
+    """Stands for open files of which the shapes of tensors are known, and may be their types."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], types: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._shapes = shapes
+        self._types = types
         self._name = ""
 
     def get_slice(self, name: str) -> _Headers:
@@ -145,7 +179,11 @@ class _Headers:
         return list(self._shapes[self._name])
 
     def get_tensor(self, name: str) -> Tensor:
-        return torch.empty(self._shapes[name], device="meta")
+        kind = STORED_TYPES.get(self._types.get(name, ""), torch.float32)
+        return torch.empty(self._shapes[name], dtype=kind, device="meta")
+
+    def __getitem__(self, places: tuple[slice, ...]) -> Tensor:
+        return self.get_tensor(self._name)[places]
 
 
 def read_stored(stored: Stored) -> Tensor:

@@ -5,6 +5,7 @@ to any fsspec URL.
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -29,10 +30,16 @@ from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.models.cache import folder_here
 from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.folder import check_writable
-from siirl_dask.runs.identity_file import agent_model_key, read_identity_file
+from siirl_dask.runs.identity_file import (
+    ModelVersion,
+    agent_model_key,
+    not_recorded,
+    read_identity_file,
+)
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
 
+logger = logging.getLogger("siirl_dask.runs")
 _LAST = ("config.json", "adapter_config.json")
 """Files that are copied last: nothing loads a folder without them, so an incomplete copy is
 never used."""
@@ -52,8 +59,9 @@ def export(
     """Write the weights of ``role`` at ``step`` to ``to``, and return the step; None takes the
     newest checkpoint.
 
-    ``ema`` takes the moving average of the weights; ``dtype`` is by default the run's own. Adapters
-    (``trainer.lora.rank``) are merged into the base weights, or with ``adapter`` written alone, for
+    ``ema`` takes the moving average of the weights. ``dtype`` is the type of the numbers; None
+    takes the run's own, and for tensors that have a finer one in the base's files that one.
+    Adapters (``trainer.lora.rank``) are merged into the base weights, or with ``adapter`` written alone, for
     peft. ``verify`` loads what was written, before it is copied to ``to``, and compares its tensors
     and log-probs with those of the checkpoint and of the base's own files. If the newest checkpoint
     is damaged, or removed meanwhile, the newest of the others is taken, and the log says so.
@@ -105,7 +113,7 @@ def write_folder(
     ConfigError as for ``export``, and for a full disk.
     """
     # here, because torch and transformers take seconds, for which --help need not wait
-    from siirl_dask.models.shapes import weight_shapes
+    from siirl_dask.models.shapes import stored_tensors
     from siirl_dask.training.files.checkpoint import read_model
     from siirl_dask.training.files.hugging_face import (
         weight_buffers,
@@ -142,43 +150,63 @@ def write_folder(
         return
     family, sees = family_seen(config.model.path, config.images)
     frozen = [] if adapted else frozen_parts(config.trainer, family, sees_images=sees)
-    in_base = weight_shapes(config.model.path).keys()
+    in_base = stored_tensors(config.model.path)
     described = folder_here(config.model.path, weights=False)
     of_base = [*frozen, *weight_buffers(described), *weights_of_others(described, in_base)]
     needs_base = any([adapted, *of_base])
-    if needs_base:
-        _check_base(run, config, role)
+    _check_base(run, config, role, needs_weights=needs_base)
     base = folder_here(config.model.path, weights=needs_base)
     if adapted:
         weights = with_base(weights, config.trainer, base)
     elif frozen:
         weights = with_frozen(weights, frozen, base)
-    with room_for(folder, _nbytes(weights, kind)):
-        write_hugging_face(folder, weights, base, kind, in_base=in_base)
+    nbytes = _nbytes(weights, kind)
+    as_stored = dtype is None
+    if as_stored:
+        nbytes = max(nbytes, sum(tensor.nbytes for tensor in in_base.values()))
+    with room_for(folder, nbytes):
+        write_hugging_face(folder, weights, base, kind, in_base=in_base, as_stored=as_stored)
     if verify:
         del weights  # with adapters, a whole model beside the checkpoint's
-        check_export(folder, trained, base, kind, alpha=config.trainer.lora.alpha)
+        check_export(
+            folder,
+            trained,
+            base,
+            kind,
+            alpha=config.trainer.lora.alpha,
+            in_base=in_base,
+            as_stored=as_stored,
+        )
 
 
-def _check_base(run: str, config: Config, role: str) -> None:
-    """Raise ConfigError where the base of ``role`` has other weights than when the run was started:
-    what did not learn would be another model's. ``config`` is that of the role.
+def _check_base(run: str, config: Config, role: str, *, needs_weights: bool) -> None:
+    """Raise ConfigError where the base of ``role`` has another config or tokenizer than when the run
+    was started, which an export takes from there, or other weights where it ``needs_weights``: what
+    did not learn would be another model's. ``config`` is that of the role. The log says where the
+    run has recorded neither.
     """
-    from siirl_dask.models.shapes import weights_digest
-
     recorded = read_identity_file(run)
     key = "model.path"
     if _agent_of(config, role) is not None:
         key = agent_model_key(_agent_name(role))
-    if recorded is None or key not in recorded.models:
-        return
+    before = ModelVersion()
+    if recorded is not None and key in recorded.models:
+        before = recorded.models[key]
     base = config.model.path
-    digest = weights_digest(base)
-    if digest and digest != recorded.models[key]:
+    now = ModelVersion.of(base)
+    if needs_weights and now.has_other_weights(before):
         raise ConfigError(
             f"{key}={base!r} has other weights than when run {run!r} was started, and what "
             "did not learn is of those: bring them back, or with adapters give --adapter"
         )
+    if names := now.other_files(before):
+        raise ConfigError(
+            f"{key}={base!r} has another {', '.join(names)} than when run {run!r} was started, which "
+            "would be given to the weights that were trained: bring back what was there; it can be "
+            "changed in the exported folder"
+        )
+    if not before.files:
+        logger.warning("%s: it is taken as it is now", not_recorded(key))
 
 
 def _nbytes(weights: Mapping[str, Any], dtype: Dtype) -> int:

@@ -44,6 +44,7 @@ from siirl_dask.runs.identity_file import (
     DataVersion,
     DueTable,
     IdentityFile,
+    ModelVersion,
     Relocation,
     read_identity_file,
     relocation_of,
@@ -238,15 +239,14 @@ def write_identity(
     replace: bool,
     data: Mapping[str, DataVersion] = MappingProxyType({}),
     tables: Mapping[str, DueTable] = MappingProxyType({}),
-    models: Mapping[str, str] = MappingProxyType({}),
+    models: Mapping[str, ModelVersion] = MappingProxyType({}),
 ) -> None:
     """Write ``config.yaml``, ``dag.json`` and ``identity.json``; with ``replace`` over existing
     ones.
 
-    ``data`` is the state of the tables to train on, and ``tables`` those that the run saves from
-    here on: what it saved before it has to have as well. ``models`` are the digests of the weights
-    that it begins with. ConfigError when another run has taken the
-    folder in the meantime.
+    ``data`` is the state of the tables to train on, ``models`` that of the models to begin with, and
+    ``tables`` those that the run saves from here on: what it saved before it has to have as well.
+    ConfigError when another run has taken the folder in the meantime.
     """
     fs, path = open_fs(config.run.url)
     earlier = None

@@ -6,6 +6,7 @@ rows it has to have, and digests of its small files.
      "files":  {"config.yaml": [bytes, SHA-256], "dag.json": [bytes, SHA-256]},
      "data":   {"data.url": {"version": null, "rows": 4096, "bytes": 88231, "digest": SHA-256, "content": SHA-256}},
      "models": {"model.path": SHA-256},
+     "model_files": {"model.path": {"config.json": SHA-256, "tokenizer.json": SHA-256}},
      "tables": {"rollouts": ["train", 1], "validation": ["validation", 0]},
      "digests": ["0b5c9d7e1f2a3c4d"]}
 
@@ -39,6 +40,7 @@ from siirl_storage.files import absolute, at
 
 from siirl_dask.config import Config
 from siirl_dask.errors import ConfigError, clause, counted
+from siirl_dask.models.shapes import description_digests, weights_digest
 from siirl_dask.planner import Phase
 from siirl_dask.tables.content import CONTENT, content_digest
 from siirl_dask.wording import redacted
@@ -111,6 +113,34 @@ class DataVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelVersion:
+    """The state of a model that a run begins with."""
+
+    weights: str = ""
+    """``weights_digest``; empty where the machine that started the run saw none."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """``description_digests``; empty where it saw none, and in runs of earlier versions."""
+
+    @staticmethod
+    def of(path: str) -> ModelVersion:
+        """Return the state of the model at ``path``, a folder or a URL."""
+        return ModelVersion(weights=weights_digest(path), files=description_digests(path))
+
+    def has_other_weights(self, before: ModelVersion) -> bool:
+        """Return whether the weights are others than before, as far as both are known."""
+        if "" in (self.weights, before.weights):
+            return False
+        return self.weights != before.weights
+
+    def other_files(self, before: ModelVersion) -> list[str]:
+        """Return the names of files that differ from before, as far as both states are known."""
+        if not (self.files and before.files):
+            return []
+        names = sorted({*self.files, *before.files})
+        return [name for name in names if self.files.get(name) != before.files.get(name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DueTable:
     """A table that the run saves."""
 
@@ -132,9 +162,9 @@ class IdentityFile:
     url: str = ""
     """Where the run's folder was at its last start: an absolute path or a URL, without secrets.
     Empty in a run of an earlier version."""
-    models: Mapping[str, str] = field(default_factory=dict)
-    """Digest of the weights that the run began with, by the configuration's key that names their
-    folder or URL, where the machine that started the run could see them: ``weights_digest``."""
+    models: Mapping[str, ModelVersion] = field(default_factory=dict)
+    """State of each model that the run began with, by the configuration's key that names its folder
+    or URL."""
     digests: Sequence[str] = ()
     """Digests of the run's identity in other places, where it was before: it is the same run, and
     what it wrote there is its own."""
@@ -148,10 +178,16 @@ class IdentityFile:
             "files": {name: [one.nbytes, one.sha256] for name, one in self.files.items()},
             "data": {key: asdict(one) for key, one in self.data.items()},
             "tables": {name: [str(one.phase), one.since] for name, one in self.tables.items()},
-            "models": {**self.models},
+            "models": {key: one.weights for key, one in self.models.items() if one.weights},
+            "model_files": {key: {**one.files} for key, one in self.models.items() if one.files},
             "digests": [*self.digests],
         }
         write_atomic(fs, path, (json.dumps(document, indent=1) + "\n").encode())
+
+
+def not_recorded(key: str) -> str:
+    """Return a clause on a model of whose files the run has no record."""
+    return f"the run has not recorded config and tokenizer of {key}, which may have been replaced"
 
 
 def agent_model_key(agent: str) -> str:
@@ -176,7 +212,7 @@ def read_identity_file(url: str) -> IdentityFile | None:
             name: DueTable(phase=Phase(value[0]), since=_count(value[1]))
             for name, value in document["tables"].items()
         }
-        models = {key: _digest(value) for key, value in document.get("models", {}).items()}
+        models = _model_versions(document.get("models", {}), document.get("model_files", {}))
         place = document.get("url", "")
         if not isinstance(place, str):
             raise ValueError(f"{place!r:.80} is no URL")
@@ -364,6 +400,18 @@ def _damaged(url: str, name: str, error: Exception) -> ConfigError:
         f"{join(url, name)} is not what a run writes there: {type(error).__name__}: {clause(error)}; "
         "restore it, or remove it: the run is then resumed and checked without it"
     )
+
+
+def _model_versions(
+    weights: Mapping[str, str], files: Mapping[str, Mapping[str, str]]
+) -> dict[str, ModelVersion]:
+    return {
+        key: ModelVersion(
+            weights=_digest(weights[key]) if key in weights else "",
+            files={name: _digest(value) for name, value in files.get(key, {}).items()},
+        )
+        for key in {**weights, **files}
+    }
 
 
 def _data_version(value: Mapping[str, Any]) -> DataVersion:

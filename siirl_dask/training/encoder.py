@@ -14,9 +14,10 @@ from transformers import AutoModel, AutoTokenizer
 from siirl_dask.config import ModelConfig
 from siirl_dask.context import HoldsNoGroups
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.architecture import read_settings
+from siirl_dask.models.architecture import ModelUse, read_places, read_settings
 from siirl_dask.models.loading import load_pretrained, refused_by_name
 from siirl_dask.models.number_type import torch_dtype
+from siirl_dask.models.packed_weights import check_not_packed
 from siirl_dask.models.weight_files import UNUSED
 
 
@@ -80,10 +81,11 @@ class TorchTextEncoder(HoldsNoGroups):
 
 
 def check_settings(model: ModelConfig, max_tokens: int) -> None:
-    """Raise ConfigError for an encoder that reads fewer than ``max_tokens`` tokens of a text, and
-    for one with a decoder, which would want a text of its own. Does nothing without a
-    ``config.json`` of a kind that transformers knows.
+    """Raise ConfigError for an encoder that reads fewer than ``max_tokens`` tokens of a text, for
+    one with a decoder, which would want a text of its own, and for packed weights. Does nothing
+    without a ``config.json`` of a kind that transformers knows.
     """
+    check_not_packed(model.path)
     config = read_settings(model.path)
     if config is None:
         return
@@ -92,11 +94,13 @@ def check_settings(model: ModelConfig, max_tokens: int) -> None:
             f"{_subject(model)}: {config.model_type} has a decoder beside its encoder; expected a "
             "model that is one or the other"
         )
-    places = getattr(config, "max_position_embeddings", None)
+    places = read_places(model.path, ModelUse.ENCODES)
+    if places is None:
+        places = getattr(config, "max_position_embeddings", None)
     if places is not None and max_tokens > places:
         raise ConfigError(
-            f"{_subject(model)}: max_tokens={max_tokens}, and it has {places} positions: expected "
-            "at most that"
+            f"{_subject(model)}: max_tokens={max_tokens}, and it has positions for {places} "
+            "tokens: expected at most that"
         )
 
 

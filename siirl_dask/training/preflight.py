@@ -173,14 +173,16 @@ def check_reward_model(
     options: Mapping[str, Any], workers: Sequence[str], config: Config
 ) -> RoleCost:
     """Check and size a role of ``build_reward_model``, whose batches have rows of the run.
-    ConfigError for files that are not of a classifier with one label, and a token to pad with.
+    ConfigError for files that are not of a classifier with one label, and a token to pad with, for
+    packed weights, and for too few positions.
     """
     model: ModelConfig = options.get("model", config.model)
-    from siirl_dask.training.reward_model import check_settings  # imports torch
+    from siirl_dask.training.reward_model import check_row_length, check_settings  # imports torch
 
     check_settings(model)
     check_model(model.path, ModelUse.SCORES)
     check_longest_row(model, _longest(config))
+    check_row_length(model, _longest(config))
     check_frequencies_are_pinned(model)
     return _scoring_cost(model)
 

@@ -14,9 +14,15 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from siirl_dask.config import ModelConfig
 from siirl_dask.context import HoldsNoGroups
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.architecture import read_settings
+from siirl_dask.models.architecture import (
+    ModelUse,
+    read_places,
+    read_settings,
+    table_places,
+)
 from siirl_dask.models.loading import load_pretrained
 from siirl_dask.models.number_type import torch_dtype
+from siirl_dask.models.packed_weights import check_not_packed
 from siirl_dask.training.trainer import PackedRows
 
 
@@ -44,12 +50,13 @@ class TorchRewardModel(HoldsNoGroups):
         self._model.config.get_text_config().use_cache = False
         self._pad: int = self._model.config.get_text_config().pad_token_id
         self._vocabulary: int = self._model.config.get_text_config().vocab_size
+        self._places = table_places(self._model)
         self._budget = budget
 
     @torch.no_grad()
     def scores(self, rows: PackedRows) -> Tensor:
         """Score each row, independent of the rows beside it. [R] float32 on the CPU. ConfigError
-        for unknown tokens.
+        for unknown tokens, and for a row of more tokens than the model has positions for.
         """
         if len(rows.tokens) and int(rows.tokens.max()) >= self._vocabulary:
             raise ConfigError(
@@ -58,7 +65,13 @@ class TorchRewardModel(HoldsNoGroups):
             )
         scores = torch.zeros(len(rows))
         texts = rows.tokens.split(rows.offsets.diff().tolist())
-        for batch in _batches([len(text) for text in texts], self._budget):
+        lengths = [len(text) for text in texts]
+        if self._places is not None and max(lengths, default=0) > self._places:
+            raise ConfigError(
+                f"a row has {max(lengths)} tokens, and the reward model has positions for "
+                f"{self._places}: expected at most that"
+            )
+        for batch in _batches(lengths, self._budget):
             scores[batch] = self._score([texts[row] for row in batch])
             self._progress()
         return scores
@@ -104,10 +117,24 @@ def _load(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     return load_pretrained(kind, config.path, dtype, subject, longest_row=config.longest_row)
 
 
-def check_settings(model: ModelConfig) -> None:
-    """Raise ConfigError for a classifier of several labels, and for one whose config names no token
-    to pad rows with. Does nothing without a ``config.json`` of a kind that transformers knows.
+def check_row_length(model: ModelConfig, longest: int) -> None:
+    """Raise ConfigError for a reward model whose table of positions is shorter than the run's
+    ``longest`` row.
     """
+    places = read_places(model.path, ModelUse.SCORES)
+    if places is not None and longest > places:
+        raise ConfigError(
+            f"{_subject(model)}: it has positions for {places} tokens, and data.max_prompt_length + "
+            f"rollout.max_response_length is {longest}: expected at most that"
+        )
+
+
+def check_settings(model: ModelConfig) -> None:
+    """Raise ConfigError for a classifier of several labels, for one whose config names no token
+    to pad rows with, and for packed weights. Does nothing without a ``config.json`` of a kind that
+    transformers knows.
+    """
+    check_not_packed(model.path)
     config = read_settings(model.path)
     if config is None:
         return

@@ -3,6 +3,7 @@ vLLM and peft.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 from uuid import uuid4
@@ -21,11 +22,12 @@ from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Device, Rank
 from siirl_dask.driver.phases import dags, model_versions
 from siirl_dask.errors import CheckpointError, ConfigError
-from siirl_dask.models.shapes import weights_digest
+from siirl_dask.models.shapes import description_digests, weights_digest
 from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.runs.attempt import take
+from siirl_dask.runs.checkpoint_model import write_checkpoint
 from siirl_dask.runs.checkpoint_state import CheckpointState
-from siirl_dask.runs.checkpoints import Checkpoints, checkpoint_url
+from siirl_dask.runs.checkpoints import Checkpoints, checkpoint_url, find_checkpoint
 from siirl_dask.runs.export import export
 from siirl_dask.runs.folder import write_identity
 from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
@@ -170,6 +172,7 @@ def test_verify_loads_what_was_written_and_leaves_nothing_where_it_is_another_mo
     url, base, _ = run
     out = tmp_path / "out"
     config = json.loads((base / "config.json").read_text())
+    recorded_by_an_earlier_version(url)
     # refused by transformers
     (base / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
     main(["export", url, str(out), "--verify", "--dtype", "bfloat16"])
@@ -190,7 +193,7 @@ def test_verify_loads_what_was_written_and_leaves_nothing_where_it_is_another_mo
         with pytest.raises(
             ConfigError, match="what was written is another model: its log-probs differ by"
         ):
-            export(url, str(tmp_path / "other"), verify=True)
+            export(url, str(tmp_path / "other"), dtype=Dtype.float32, verify=True)
     assert not (tmp_path / "other").exists()
 
 
@@ -223,6 +226,14 @@ def test_verify_finds_biases_of_experts_that_are_not_the_bases(run, dtype, tmp_p
         assert not (tmp_path / "other").exists()
 
 
+def recorded_by_an_earlier_version(url):
+    """Take what a run's record has of the files of its models, but for weights, out of it."""
+    record = Path(url) / "identity.json"
+    document = json.loads(record.read_text())
+    document["model_files"] = {}
+    record.write_text(json.dumps(document))
+
+
 def with_other_weights(base):
     """Replace the weights of a folder by others of the same shapes."""
     file = base / "model.safetensors"
@@ -252,9 +263,121 @@ def test_a_model_that_learned_whole_needs_no_weights_of_its_base(run, tmp_path):
     record = Path(url) / "identity.json"
     document = json.loads(record.read_text())
     assert [*document["models"]] == ["model.path"]
-    del document["models"]
+    del document["models"], document["model_files"]
     record.write_text(json.dumps(document))
     export(url, str(tmp_path / "earlier"))  # a run of an earlier version has recorded none
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
+def test_a_base_whose_config_or_tokenizer_was_replaced_is_not_given_to_the_weights(
+    run, name, tmp_path, caplog
+):
+    url, base, _ = run
+    (base / "README.md").write_text("says nothing of the weights")
+    original = None
+    if (base / name).exists():
+        original = (base / name).read_text()
+    if name == "config.json":
+        changed = json.loads((base / name).read_text())
+        changed["rope_parameters"]["rope_theta"] = 77.0
+        (base / name).write_text(json.dumps(changed))
+    else:
+        (base / name).write_text((original or "") + " ")
+    said = rf"model\.path=.* has another {name} than when run .* was started.*bring back"
+    for verify in (False, True):
+        with pytest.raises(ConfigError, match=said):
+            export(url, str(tmp_path / "out"), verify=verify)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match=said):  # as eval does
+        write_checkpoint(url, str(tmp_path / "eval"), find_checkpoint(url, 2))
+    if original is None:
+        (base / name).unlink()
+    else:
+        (base / name).write_text(original)
+    export(url, str(tmp_path / "out"), verify=True)
+    assert "has not recorded" not in caplog.text
+    recorded_by_an_earlier_version(url)
+    (base / name).write_text((original or "") + "\n")
+    export(url, str(tmp_path / "earlier"))
+    (said,) = [record.message for record in caplog.records if "recorded" in record.message]
+    assert said.startswith("the run has not recorded config and tokenizer of model.path")
+
+
+@pytest.mark.parametrize("at_url", [False, True])
+def test_a_model_is_known_by_what_says_how_its_weights_are_used_and_by_no_other_file(
+    tmp_path, at_url
+):
+    url = f"memory://{uuid4().hex}" if at_url else str(tmp_path)
+    fs, path = open_fs(url)
+    assert description_digests(url) == {}
+    described = [
+        f"{CHAT_TEMPLATE_DIR}/tools.jinja",
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "preprocessor_config.json",
+        "tokenizer.model",
+    ]
+    others = ["README.md", "eval_results.json", "model.safetensors.index.json", "tokenization_x.py"]
+    for name in (*described, *others):
+        fs.makedirs(f"{path}/{name}".rpartition("/")[0], exist_ok=True)
+        fs.pipe_file(f"{path}/{name}", b"one")
+    digests = description_digests(url)
+    assert [*digests] == described
+    for name in (*described, *others):
+        fs.pipe_file(f"{path}/{name}", b"other")
+    now = description_digests(url)
+    assert [name for name in described if now[name] == digests[name]] == []
+
+
+@pytest.mark.parametrize("run", ["untied"], indirect=True)
+def test_each_tensor_has_the_type_that_it_has_in_the_bases_files(run, tmp_path):
+    """As norms and routers of float32 in a model of bfloat16; a finer type of the run stays."""
+    url, base, trainer = run
+    file = base / "model.safetensors"
+    kept = ("norm.weight", "layers.0.mlp.down_proj.weight")
+    mixed = {
+        name: tensor if name.endswith(kept) else tensor.bfloat16()
+        for name, tensor in load_file(file).items()
+    }
+    save_file(mixed, file, {"format": "pt"})
+    in_float32 = {name for name in mixed if name.endswith(kept)}
+    config = (base / "config.json").read_text()
+    written = {}
+    for dtype in (Dtype.bfloat16, Dtype.float32):
+        record = Path(url, "config.yaml")
+        record.write_text(re.sub("(?m)^  dtype: .*", f"  dtype: {dtype}", record.read_text()))
+        export(url, str(tmp_path / dtype), verify=True)
+        written[dtype] = load_file(tmp_path / dtype / "model.safetensors")
+    for name, tensor in written[Dtype.bfloat16].items():
+        expected = torch.float32 if name in in_float32 else torch.bfloat16
+        assert tensor.dtype is expected, name
+        assert torch.equal(tensor, trainer.state()["model"][name].to(expected)), name
+    assert (tmp_path / "bfloat16" / "config.json").read_text() == config
+    assert {tensor.dtype for tensor in written[Dtype.float32].values()} == {torch.float32}
+    export(url, str(tmp_path / "named"), dtype=Dtype.bfloat16, verify=True)
+    named = load_file(tmp_path / "named" / "model.safetensors")
+    assert {tensor.dtype for tensor in named.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("run", ["untied"], indirect=True)
+def test_verify_finds_a_tensor_of_another_type_than_in_the_base(run, tmp_path):
+    url, *_ = run
+    copy_others = hugging_face.copy_others
+
+    def spoil(base, folder, dtype):
+        copy_others(base, folder, dtype)
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+        save_file(tensors, file, {"format": "pt"})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hugging_face, "copy_others", spoil)
+        with pytest.raises(
+            ConfigError, match=r"model\.norm\.weight is BF16, where torch\.float32 was expected"
+        ):
+            export(url, str(tmp_path / "out"), verify=True)
 
 
 def test_adapters_of_an_agent_are_merged_with_weights_of_its_own_model(tmp_path):
@@ -358,6 +481,7 @@ def test_verify_finds_one_number_of_an_expert_that_is_off(run, tmp_path):
 def test_chat_templates_with_names_of_their_own_are_exported_too(run, tmp_path, to):
     """They lie in a folder of the base; without it transformers takes such a name for a template."""
     url, base, _ = run
+    recorded_by_an_earlier_version(url)
     templates = base / CHAT_TEMPLATE_DIR
     templates.mkdir()
     (templates / "tool_use.jinja").write_text("{{ tools }}")
@@ -403,6 +527,7 @@ def test_what_is_not_there_is_refused_by_name_and_nothing_is_written(run, tmp_pa
         with pytest.raises(SystemExit, match="2"):
             main(["export", *arguments])
         assert said in capsys.readouterr().err
+    recorded_by_an_earlier_version(url)
     tiny_model(base, hidden=32)
     with pytest.raises(
         ConfigError,

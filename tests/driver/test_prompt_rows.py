@@ -21,6 +21,7 @@ from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.planner import Phase
 from siirl_dask.tasks.tiny_model import tiny_model
+from siirl_dask.tasks.tiny_vlm import tiny_vlm
 from tests.rollout.test_tokenizer import BEGUN, THINKING, USER, with_bos
 
 TEXTS = ["a", "b", None, "d", None]
@@ -137,6 +138,28 @@ def test_plan_refuses_a_null_prompt_and_tells_of_null_answers(tmp_path, model, c
             ]
         )
     assert "row 0 of row group 1 of data.parquet is null" in capsys.readouterr().err
+
+
+def test_a_place_for_an_image_that_nobody_reads_is_refused_and_not_read_as_text(tmp_path):
+    image = {"type": "image", "text": None}
+    text = {"type": "text", "text": "2+2?"}
+    rows = {
+        "texts": [[{"role": "user", "content": [text]}]] * 2,
+        "images": [[{"role": "user", "content": [image, text]}]] * 2,
+    }
+    model = tiny_vlm(tmp_path / "model")
+    for name, prompts in rows.items():
+        url = written(tmp_path, prompts, ["4"] * 2, name=f"{name}.parquet").url
+        config, plan, dataset = planned(model, url)
+        if name == "texts":
+            notes_on_long_prompts(config, plan, dataset)
+            continue
+        said = (
+            r"prompts?: it has a place for an image \(<\|image_pad\|>, token .* no images are read"
+        )
+        for check in (notes_on_long_prompts, first_prompt):
+            with pytest.raises(DataError, match=said):
+                check(config, plan, dataset)
 
 
 def test_the_first_prompt_is_what_the_template_makes_of_it_with_its_arguments(

@@ -2,6 +2,7 @@
 removed.
 """
 
+import re
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -39,6 +40,7 @@ from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import RunIdentity, known_digests, remove_run, write_identity
 from siirl_dask.runs.identity_file import (
     DataVersion,
+    ModelVersion,
     Relocation,
     note_retention,
     read_identity_file,
@@ -430,20 +432,41 @@ def test_a_resume_on_a_table_that_was_replaced_is_refused_by_name(kind, change, 
     assert check_same_data(url, ResumePoint(exists=True), other, force=False) == ()
 
 
-def test_a_resume_on_other_weights_is_refused_by_name(tmp_path):
+def test_a_resume_on_another_model_is_refused_by_name(tmp_path):
     create_table(str(tmp_path / "data"), [ROWS])
     url = str(tmp_path / "run")
     resume = a_run_on(tmp_path / "data", url)
     recorded = read_identity_file(url)
-    replace(recorded, models={"model.path": "0" * 64}).write(url)
+    began = ModelVersion(weights="0" * 64, files={"config.json": "2" * 64})
+    replace(recorded, models={"model.path": began}).write(url)
+    assert read_identity_file(url).models == {"model.path": began}
     data = versions(tmp_path / "data")
-    for models in ({"model.path": "0" * 64}, {}):
+    for models in ({"model.path": began}, {}):
         assert check_same_data(url, resume, data, models, force=False) == ()
-    other = {"model.path": "1" * 64}
-    with pytest.raises(ConfigError, match=r"the weights of model\.path were replaced or changed"):
-        check_same_data(url, resume, data, other, force=False)
-    (said,) = check_same_data(url, resume, data, other, force=True)
-    assert "model.path" in said
+    changed = {
+        "the weights of model.path were replaced": replace(began, weights="1" * 64),
+        "config.json of model.path were replaced": replace(began, files={"config.json": "3" * 64}),
+        "chat_template.jinja of model.path were replaced": replace(
+            began, files={**began.files, "chat_template.jinja": "3" * 64}
+        ),
+    }
+    for expected, now in changed.items():
+        other = {"model.path": now}
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            check_same_data(url, resume, data, other, force=False)
+        (said,) = check_same_data(url, resume, data, other, force=True)
+        assert said.startswith(expected)
+
+
+def test_a_resume_of_a_run_that_recorded_weights_alone_goes_on_and_says_so(tmp_path):
+    create_table(str(tmp_path / "data"), [ROWS])
+    url = str(tmp_path / "run")
+    resume = a_run_on(tmp_path / "data", url)
+    recorded = read_identity_file(url)
+    replace(recorded, models={"model.path": ModelVersion(weights="0" * 64)}).write(url)
+    now = {"model.path": ModelVersion(weights="0" * 64, files={"config.json": "2" * 64})}
+    (said,) = check_same_data(url, resume, versions(tmp_path / "data"), now, force=False)
+    assert said.startswith("the run has not recorded config and tokenizer of model.path")
 
 
 def a_run_with_data(url, *overrides):

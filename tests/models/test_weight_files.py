@@ -30,6 +30,7 @@ from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.training import build_trainer
 from tests.models.configs import write_config
 from tests.settings import trainer_config
+from tests.training.families import written
 
 WHOLE = "model.safetensors"
 HEAD = "lm_head.weight"
@@ -229,6 +230,21 @@ def test_files_that_are_not_of_the_model_of_the_config_are_refused(folder, confi
         return
     with pytest.raises(ConfigError, match=said):
         check_weights(str(folder))
+
+
+def test_a_mixture_without_gates_of_its_idle_experts_is_refused_as_transformers_cannot_load_it(
+    tmp_path,
+):
+    """As LongCat-Flash is published: 4 of its 6 experts compute something."""
+    written(tmp_path, "longcat_flash")
+    check_weights(str(tmp_path))
+    idle = re.compile(r".*\.experts\.[45]\..*")
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not idle.fullmatch(name)}
+    assert len(kept) < len(tensors)
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"experts\.gate_up_proj has shape \[4, .* where \[6"):
+        check_weights(str(tmp_path))
 
 
 @pytest.mark.parametrize("weights", [True, False])

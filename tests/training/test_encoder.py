@@ -2,6 +2,7 @@
 whatever is beside it.
 """
 
+import json
 import shutil
 
 import pytest
@@ -10,7 +11,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, T5Config
+from transformers import (
+    BertConfig,
+    BertModel,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaModel,
+    T5Config,
+)
 
 from siirl_dask.config import Config, ModelConfig
 from siirl_dask.context import Device, Rank
@@ -82,10 +90,41 @@ def plan(folder, max_tokens=32):
 
 @pytest.mark.parametrize("refused", [build, plan])
 def test_more_tokens_than_the_model_has_places_for_are_refused(folder, refused):
-    with pytest.raises(ConfigError, match="max_tokens=33, and it has 32 positions"):
+    with pytest.raises(ConfigError, match="max_tokens=33, and it has positions for 32 tokens"):
         refused(folder, max_tokens=33)
-    with pytest.raises(ConfigError, match="max_tokens=512, and it has 32 positions"):
+    with pytest.raises(ConfigError, match="max_tokens=512, and it has positions for 32 tokens"):
         check_encoder({"model": ModelConfig(path=str(folder))}, ["w"], Config())
+
+
+@pytest.mark.parametrize("refused", [build, plan])
+def test_a_place_of_padding_is_no_place_of_a_token_in_an_encoder(folder, tmp_path, refused):
+    """RoBERTa's positions begin behind it."""
+    shutil.copytree(folder, tmp_path / "model")
+    config = RobertaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=34,
+    )
+    with no_progress_bars():
+        RobertaModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="max_tokens=33, and it has positions for 32 tokens"):
+        refused(tmp_path / "model", max_tokens=33)
+    refused(tmp_path / "model", max_tokens=32)
+    encoder = build(tmp_path / "model", max_tokens=32)
+    assert encoder.embeddings(["low " * 40]).isfinite().all()
+
+
+@pytest.mark.parametrize("refused", [build, plan])
+def test_an_encoder_with_packed_weights_is_refused_by_their_method(folder, tmp_path, refused):
+    packed = shutil.copytree(folder, tmp_path / "packed")
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq"}
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"its weights are packed .* quant_method 'awq'"):
+        refused(packed)
 
 
 def test_an_encoder_with_a_decoder_is_refused(tmp_path):

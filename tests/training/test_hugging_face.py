@@ -187,6 +187,32 @@ def test_the_text_of_an_image_text_model_is_exported_under_the_bases_names_with_
         assert torch.equal(exported(TOKENS).logits, whole(TOKENS).logits)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "glm4_moe", "qwen3_5"])
+def test_routers_norms_and_a_tower_keep_the_types_that_they_have_in_the_base(tmp_path, kind):
+    base, out = tmp_path / "base", tmp_path / "out"
+    if kind == "qwen3_5":
+        image_text_model(base)
+    else:
+        random_model(base, kind)
+    file = base / "model.safetensors"
+    fine = ("norm.weight", "gate.weight", "correction_bias", "patch_embed.proj.bias")
+    mixed = {
+        name: tensor if name.endswith(fine) else tensor.bfloat16()
+        for name, tensor in load_file(file).items()
+    }
+    save_file(mixed, file, {"format": "pt"})
+    types = {name: tensor.dtype for name, tensor in mixed.items()}
+    assert {*types.values()} == {torch.float32, torch.bfloat16}
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    learned = {name: 1.1 * parameter.detach() for name, parameter in model.named_parameters()}
+    out.mkdir()
+    write_hugging_face(out, learned, str(base), Dtype.bfloat16, as_stored=True)
+    check_export(out, learned, str(base), Dtype.bfloat16, as_stored=True)
+    written = load_file(out / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in written.items()} == types
+    assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
+
+
 def test_the_tower_of_a_base_at_a_url_is_fetched_though_its_config_alone_was_needed(
     tmp_path, monkeypatch
 ):

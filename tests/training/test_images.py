@@ -14,6 +14,7 @@ from siirl_dask.config import (
     Backend,
     Config,
     Dtype,
+    Engine,
     FsdpConfig,
     LoraConfig,
     ModelConfig,
@@ -23,7 +24,9 @@ from siirl_dask.config import (
 )
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
+from siirl_dask.images import load_processor
 from siirl_dask.models.loading import load_pretrained, model_class
+from siirl_dask.rollout.preflight import check_engine
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.tasks.tiny_vlm import tiny_vlm
 from siirl_dask.testing.image_rows import READ, PlainModel, image_rows, pack
@@ -41,6 +44,7 @@ from siirl_dask.training.preflight import (
     count_adapters,
 )
 from tests.settings import trainer_config
+from tests.training.test_hugging_face import image_text_model
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 ADAPTED = {"lora_rank": 2, "lora_alpha": 4.0, "eps": 1e-6}
@@ -375,6 +379,24 @@ def test_a_model_of_text_has_no_images_and_no_parts(tmp_path, settings, images, 
     }
     with pytest.raises(ConfigError, match=said):
         check_trainer(options, ["a"], config_of())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_images_for_a_model_whose_text_alone_is_trained_are_refused_by_its_name(tmp_path, kind):
+    """vLLM and transformers would see them, and the trainer has no positions for its rows."""
+    image_text_model(tmp_path, kind)
+    model = ModelConfig(path=str(tmp_path))
+    said = f"is a '{kind}': of models that see images expected one of qwen2_vl"
+    for check in (check_trainer, check_critic, check_reference):
+        options = {"model": model, "trainer": TrainerConfig(), "images": READ}
+        with pytest.raises(ConfigError, match=said):
+            check(options, ["a"], config_of())
+    for engine in (Engine.transformers, Engine.vllm):
+        options = {"model": model, "rollout": RolloutConfig(engine=engine), "images": READ}
+        with pytest.raises(ConfigError, match=said):
+            check_engine(options, ["a"], config_of())
+    with pytest.raises(ConfigError, match=said):
+        load_processor(str(tmp_path), READ)
 
 
 IDLE = {

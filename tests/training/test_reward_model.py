@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
@@ -118,6 +119,58 @@ def test_a_model_without_one_label_or_padding_is_refused(tmp_path, settings, mes
     for refused in (build, plan):
         with pytest.raises(ConfigError, match=message):
             refused(folder)
+
+
+@pytest.mark.parametrize("method", ["awq", "fp8"])
+def test_packed_weights_are_refused_by_their_method_as_a_policys_are(tmp_path, method):
+    folder = write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method}
+    (folder / "config.json").write_text(json.dumps(config))
+    for refused in (build, plan):
+        with pytest.raises(ConfigError, match=f"weights are packed .* quant_method '{method}'"):
+            refused(folder)
+
+
+BEHIND_PADDING = {
+    "camembert": {},
+    "data2vec-text": {},
+    "esm": {"mask_token_id": 32},
+    "longformer": {"attention_window": [4, 4]},
+    "mpnet": {},
+    "roberta": {},
+    "roberta-prelayernorm": {},
+    "xlm-roberta": {},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+}
+"""Encoders whose positions begin behind the place of padding."""
+
+
+@pytest.mark.parametrize("kind", ["bert", "nystromformer", *BEHIND_PADDING])
+def test_rows_of_more_tokens_than_there_are_places_are_refused(tmp_path, kind):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "vocab_size": VOCABULARY, "num_labels": 1}
+    settings = {"pad_token_id": 1, "max_position_embeddings": 66, **BEHIND_PADDING.get(kind, {})}
+    config = CONFIG_MAPPING[kind](**sizes, **settings)
+    with no_progress_bars():
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    places = 64 if kind in BEHIND_PADDING else 66
+    model = build(tmp_path)
+    rows = random_rows([(1, places - 1)])
+    assert_close(model.scores(rows), alone(tmp_path, rows), atol=1e-5, rtol=0)
+    longer = random_rows([(1, places)])
+    with pytest.raises(ConfigError, match=f"a row has {places + 1} tokens, .* for {places}"):
+        model.scores(longer)
+    with pytest.raises((IndexError, RuntimeError)):
+        alone(tmp_path, longer)
+    options = {"model": ModelConfig(path=str(tmp_path))}
+    given = Config()
+    given.data.max_prompt_length = 1
+    given.rollout.max_response_length = places - 1
+    check_reward_model(options, ["w"], given)
+    given.rollout.max_response_length = places
+    with pytest.raises(ConfigError, match=f"positions for {places} tokens, and data.max_prompt"):
+        check_reward_model(options, ["w"], given)
 
 
 def changed(folder, change):

@@ -24,7 +24,11 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ema", action="store_true", help="the moving average of the weights (trainer.ema_decay)"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="default: as the run's model.dtype")
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        help="of all weights; default: as in the base's files, and not less than model.dtype",
+    )
     parser.add_argument(
         "--adapter", action="store_true", help="the adapters alone, for peft (trainer.lora.rank)"
     )

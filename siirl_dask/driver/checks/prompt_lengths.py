@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from siirl_storage import FooterCache, StorageError
 from siirl_dask.config import Config
 from siirl_dask.coordinator import Dataset, Mixture, Source, open_source, source_schema
 from siirl_dask.datasets import longer_than, token_lengths_of
-from siirl_dask.driver.checks.prompt_rows import named, tokenizer_here
+from siirl_dask.driver.checks.prompt_rows import Encode, encoder_of, named, tokenizer_here
 from siirl_dask.errors import ConfigError, ImageError
 from siirl_dask.images import images_of, load_processor, normalised
 from siirl_dask.images.prompts import marked
@@ -38,10 +38,6 @@ _HEAD = (
 )
 _TEXT = 2**21  # characters that are encoded at most: one to two seconds
 _GROUPS_OF_IMAGES = 4  # row groups that are sampled where prompts have images: each is megabytes
-
-Encode = Callable[[Any], Sequence[int]]
-"""Returns the token ids of a prompt; where prompts have images, of the prompt and the value of
-their column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +96,8 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
 
     That is where no node runs ``encode_prompts``, and where the model's tokenizer is not on this
     machine. Further sentences name the special tokens that texts get, and the chat template that
-    they do not go through, or that does not begin the assistant's turn. DataError for a prompt that cannot be encoded.
+    they do not go through, or that does not begin the assistant's turn. DataError for a prompt that
+    cannot be encoded, and for one with places for images where none are read.
     """
     if not any(bare(node.fn) is encode_prompts for node in plan.dag.nodes):
         return []
@@ -125,9 +122,7 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
     if tokenizer.unbegun_note and not all(_holds_texts(source) for source in dataset.sources):
         notes.append(tokenizer.unbegun_note)
 
-    def encode(prompt: Any) -> Sequence[int]:
-        return tokenizer.encode(prompt, continue_answer=config.data.continue_answers)
-
+    encode = encoder_of(config, tokenizer)
     for name, source in zip(names, dataset.sources, strict=True):
         limit = config.data.max_prompt_length
         if processor is None:

@@ -4,7 +4,7 @@ model sees it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from siirl_dask.datasets.partitions import chat_as_text
 from siirl_dask.errors import ConfigError, DataError, ImageError, counted
 from siirl_dask.images import images_of, load_processor, normalised
 from siirl_dask.images.prompts import marked
+from siirl_dask.models.architecture import read_config
 from siirl_dask.models.cache import folder_here
 from siirl_dask.models.shapes import weight_shapes
 from siirl_dask.nodes import encode_prompts, sample_until_mixed
@@ -35,6 +36,9 @@ _ROWS = 2**14  # the first of each
 _BYTES = 2**26  # of rows, once decoded
 _PART_AS_TEXT = r'^\s*\[\s*\{\s*"type"\s*:\s*"(text|image|image_url)"'
 _SHOWN = 2000  # characters of a prompt that are shown
+Encode = Callable[[Any], Sequence[int]]
+"""Returns the token ids of a prompt; where prompts have images, of the prompt and the value of
+their column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,22 +237,42 @@ def first_prompt(config: Config, plan: Plan, dataset: Dataset) -> FirstPrompt | 
         processor = load_processor(folder_here(config.model.path, weights=False), config.images)
         assert processor is not None
         prompt = marked(prompt, processor.family.placeholder)
-    return rendered(
-        tokenizer, prompt, f"dataset {source.url!r}: its first prompt", config.data.continue_answers
-    )
+    name = f"dataset {source.url!r}: its first prompt"
+    return rendered(tokenizer, prompt, name, encoder_of(config, tokenizer))
+
+
+def encoder_of(config: Config, tokenizer: HuggingFaceTokenizer) -> Encode:
+    """Return the function that encodes the run's prompts. It raises DataError for one with places
+    for images where none are read: the model would read their tokens as those of a text.
+    """
+    described = read_config(config.model.path)
+    image_token = None
+    if described is not None and not config.images.used:
+        image_token = described.get("image_token_id", described.get("image_token_index"))
+
+    def encode(prompt: Any) -> Sequence[int]:
+        ids = tokenizer.encode(prompt, continue_answer=config.data.continue_answers)
+        if image_token is not None and image_token in ids:
+            place = tokenizer.decode([image_token], skip_special=False)
+            raise DataError(
+                f"it has a place for an image ({place}, token {image_token}), and no images are "
+                "read: name their column (images.column), or take such parts out of the messages"
+            )
+        return ids
+
+    return encode
 
 
 def rendered(
-    tokenizer: HuggingFaceTokenizer,
-    prompt: Any,
-    name: str,
-    continue_answers: bool = False,
+    tokenizer: HuggingFaceTokenizer, prompt: Any, name: str, encode: Encode | None = None
 ) -> FirstPrompt:
     """Return a prompt as the model sees it, images as one placeholder each. DataError, with
-    ``name``, if it cannot.
+    ``name``, if it cannot. ``encode`` takes the place of the tokenizer's own.
     """
+    if encode is None:
+        encode = tokenizer.encode
     with named(name):
-        ids: Sequence[int] = tokenizer.encode(prompt, continue_answer=continue_answers)
+        ids = encode(prompt)
     text = shortened(tokenizer.decode(ids, skip_special=False))
     remark = tokenizer.untemplated_note if isinstance(prompt, str) else tokenizer.unbegun_note
     return FirstPrompt(text, len(ids), remark)

@@ -26,7 +26,13 @@ from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import BEGUN, Checkpoint, find_checkpoints, unfinished_steps
 from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
 from siirl_dask.runs.folder import RunIdentity, known_digests, read_identity
-from siirl_dask.runs.identity_file import DataVersion, read_identity_file, relocation_of
+from siirl_dask.runs.identity_file import (
+    DataVersion,
+    ModelVersion,
+    not_recorded,
+    read_identity_file,
+    relocation_of,
+)
 from siirl_dask.runs.reader import Run
 from siirl_dask.runs.stages import Stage
 from siirl_dask.runs.tables import stored_steps
@@ -230,15 +236,15 @@ def check_same_data(
     url: str,
     resume: ResumePoint,
     data: Mapping[str, DataVersion],
-    models: Mapping[str, str] = MappingProxyType({}),
+    models: Mapping[str, ModelVersion] = MappingProxyType({}),
     *,
     force: bool,
 ) -> tuple[str, ...]:
-    """Raise ConfigError if a table of ``data``, or the weights of one of ``models``, are not what
-    they were when the run at ``url`` was started last.
+    """Raise ConfigError if a table of ``data``, or one of ``models``, is not what it was when the run
+    at ``url`` was started last.
 
-    With ``force`` a sentence about each is returned instead. Nothing is compared where all steps
-    are repeated, and a run of an earlier version has recorded nothing.
+    With ``force`` a sentence about each is returned instead, and one about each model of which a run
+    of an earlier version has not recorded all. Nothing is compared where all steps are repeated.
     """
     if not resume.last:
         return ()
@@ -256,18 +262,24 @@ def check_same_data(
                 f"the table of {key} was replaced or changed: it had {before}, and now has "
                 f"{now}{same}"
             )
-    for key, digest in recorded.models.items():
-        if models.get(key, digest) != digest:
+    unknown = []
+    for key, model in models.items():
+        began = recorded.models.get(key, ModelVersion())
+        if model.has_other_weights(began):
             changes.append(
                 f"the weights of {key} were replaced or changed, which adapters, a reference and "
                 "frozen parts are of"
             )
+        if names := model.other_files(began):
+            changes.append(f"{', '.join(names)} of {key} were replaced or changed")
+        if not began.files:
+            unknown.append(f"{not_recorded(key)}: it is taken as it is now")
     if changes and not force:
         raise ConfigError(
-            f"run.url={url!r} holds a run of other data or weights: {'; '.join(changes)}. Bring back what it "
+            f"run.url={url!r} holds a run of other data or models: {'; '.join(changes)}. Bring back what it "
             f"was started with, give --force to go on with what is there now, or {_OTHERWISE}"
         )
-    return tuple(changes)
+    return (*changes, *unknown)
 
 
 def _logged_steps(url: str) -> set[int]:

@@ -3,7 +3,7 @@ folder for peft.
 
 The folder is that of the base with other weights: what is no weight is copied as it is, since
 another version of transformers, or another reader, takes what this one would write for another
-model. In ``config.json`` the type of the numbers is changed.
+model. In ``config.json`` the type of the numbers is changed, where that is another one.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ from siirl_dask.models.loading import (
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.packed_weights import PACKING_KEYS, read_packing
 from siirl_dask.models.remote import HUB, hub_name, is_of_weights
-from siirl_dask.models.shapes import weight_shapes
+from siirl_dask.models.shapes import StoredTensor, stored_tensors
 from siirl_dask.models.weight_files import open_tensors
 from siirl_dask.models.weight_names import (
+    STORED_TYPES,
     FileNames,
+    finer,
+    parameter_types,
     read_stored,
     stored_parameters,
     unknown_names,
@@ -62,36 +65,69 @@ def write_hugging_face(
     base: str,
     dtype: Dtype,
     *,
-    in_base: Collection[str] | None = None,
+    in_base: Mapping[str, StoredTensor] | None = None,
+    as_stored: bool = False,
 ) -> None:
     """Write ``weights`` (by name, tied ones once) to ``folder``, with all files of ``base`` that
     hold none.
 
     ``base`` is the folder that the weights were trained from; buffers that are saved with weights
     (``weight_buffers``) and tensors of other parts (``weights_of_others``) are taken from it.
-    ``in_base`` are the names of its tensors, where its files of weights may not have come; None:
-    they are there. ConfigError when the two are not of one model.
+    ``in_base`` are its tensors by name, where its files of weights may not have come; None: they
+    are there. Numbers are ``dtype``, and with ``as_stored`` of the type in ``base`` where that is
+    finer. Buffers have the base's. ConfigError when the two are not of one model.
     """
     subject = _subject(base)
     with refused_by_name(base, subject):
-        model = _empty_model(base, torch_dtype(dtype, _CPU))
+        model = model_without_weights(base, torch_dtype(dtype, _CPU))
     _check(weights, model, subject)
-    state = {name: tensor.to(model.dtype) for name, tensor in weights.items()} | _buffers_of(
-        base, model
-    )
+    if in_base is None:
+        in_base = stored_tensors(base)
+    types = parameter_types(model, in_base)
+    state = _buffers_of(base, model)
+    for name, buffer in state.items():
+        state[name] = buffer.to(types.get(name, buffer.dtype))
+    for name, tensor in weights.items():
+        kind = model.dtype
+        if as_stored:
+            kind = finer(kind, types.get(name, kind))
+        state[name] = tensor.to(kind)
     with no_progress_bars():
         # it empties ``state``
         model.save_pretrained(folder, state_dict=state, max_shard_size=_SHARD)
     for file in folder.iterdir():
         if not is_of_weights(file.name):
             file.unlink()
-    if in_base is None:
-        in_base = weight_shapes(base).keys()
-    _name_as_in(base, folder, model, in_base)
-    copy_others(Path(base), folder, str(model.dtype).removeprefix("torch."))
+    _name_as_in(base, folder, model, in_base, as_stored=as_stored)
+    named: str | None = str(model.dtype).removeprefix("torch.")
+    if as_stored and _are_in(in_base, folder):
+        named = None
+    copy_others(Path(base), folder, named)
 
 
-def _name_as_in(base: str, folder: Path, model: PreTrainedModel, in_base: Collection[str]) -> None:
+def _are_in(in_base: Mapping[str, StoredTensor], folder: Path) -> bool:
+    """Return whether all tensors in ``folder`` have the types that they have ``in_base``."""
+    written = stored_tensors(str(folder))
+    return all(name in in_base and in_base[name].dtype == written[name].dtype for name in written)
+
+
+def stored_type(tensor: StoredTensor, dtype: torch.dtype, *, as_stored: bool) -> torch.dtype:
+    """Return the type in which an export writes a tensor of its base: ``dtype``, or with
+    ``as_stored`` the base's where that is finer.
+    """
+    if not as_stored:
+        return dtype
+    return finer(dtype, STORED_TYPES.get(tensor.dtype, dtype))
+
+
+def _name_as_in(
+    base: str,
+    folder: Path,
+    model: PreTrainedModel,
+    in_base: Mapping[str, StoredTensor],
+    *,
+    as_stored: bool,
+) -> None:
     """Give the weights in ``folder`` the names that they have ``in_base``, and add those of
     ``base`` that the model has not, where the two differ: the text of an image-text model is
     another model to transformers.
@@ -113,7 +149,8 @@ def _name_as_in(base: str, folder: Path, model: PreTrainedModel, in_base: Collec
         there = open_tensors(base)
         for name in others:
             tensor = there[name].get_tensor(name)
-            state[name] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+            kind = stored_type(in_base[name], model.dtype, as_stored=as_stored)
+            state[name] = tensor.to(kind) if tensor.is_floating_point() else tensor
     if state.keys() == written.keys():
         return
     written.clear()  # closes the files
@@ -129,7 +166,7 @@ def weights_of_others(base: str, in_base: Collection[str]) -> list[str]:
     if not in_base:
         return []
     with refused_by_name(base, _subject(base)):
-        return _others(base, _empty_model(base, torch.float32), in_base)
+        return _others(base, model_without_weights(base, torch.float32), in_base)
 
 
 def _others(base: str, model: PreTrainedModel, in_base: Collection[str]) -> list[str]:
@@ -138,9 +175,9 @@ def _others(base: str, model: PreTrainedModel, in_base: Collection[str]) -> list
     return unknown_names(model, in_base)
 
 
-def copy_others(base: Path, folder: Path, dtype: str) -> None:
+def copy_others(base: Path, folder: Path, dtype: str | None) -> None:
     """Copy the files of ``base`` that hold no weights, and its further chat templates;
-    ``config.json`` says that the numbers are ``dtype``.
+    ``config.json`` says that the numbers are ``dtype``, or with None what the base's says.
     """
     for file in base.iterdir():
         hidden = file.name.startswith(".")
@@ -152,7 +189,7 @@ def copy_others(base: Path, folder: Path, dtype: str) -> None:
     if templates.is_dir():
         copytree(templates, folder / CHAT_TEMPLATE_DIR)
     config = json.loads((base / _CONFIG).read_text(encoding="utf-8"))
-    if not _set_dtype(config, dtype):
+    if dtype is not None and not _set_dtype(config, dtype):
         config["torch_dtype"] = dtype
     for part in (config, config.get("text_config")):
         for key in PACKING_KEYS:  # of weights that were unpacked to be trained
@@ -183,7 +220,7 @@ def weight_buffers(base: str) -> list[str]:
     They do not learn, and no checkpoint has them. ConfigError for a folder that cannot be loaded.
     """
     with refused_by_name(base, _subject(base)):
-        return sorted(_buffers(_empty_model(base, torch.float32)))
+        return sorted(_buffers(model_without_weights(base, torch.float32)))
 
 
 def _buffers_of(base: str, model: PreTrainedModel) -> dict[str, Tensor]:
@@ -276,7 +313,7 @@ def _subject(base: str) -> str:
     return f"model.path={base!r}, which the checkpoint was trained from"
 
 
-def _empty_model(base: str, dtype: torch.dtype) -> PreTrainedModel:
+def model_without_weights(base: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model on the meta device, without weights."""
     config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):

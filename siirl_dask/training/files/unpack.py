@@ -21,12 +21,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.packed_weights import read_packing
 from siirl_dask.models.weight_files import open_tensors
+from siirl_dask.models.weight_names import STORED_TYPES
 from siirl_dask.training.files.hugging_face import copy_others
 
 _CONFIG = "config.json"
 _SHARD = "5GB"
 _INDEX = "model.safetensors.index.json"
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _UNPACKED = torch.bfloat16  # has all values of MXFP4, and is what transformers makes of FP8
 _BLOCKS = "_blocks"
 _SCALES = "_scales"
@@ -171,11 +171,11 @@ def _in_fp8(tensors: Mapping[str, Any], block: tuple[int, int] | None) -> dict[s
 def _whole(name: str, file: Any) -> UnpackedWeight:
     """Return a tensor that is not packed. ConfigError for one of a type that weights have not."""
     there = file.get_slice(name)
-    dtype = _DTYPES.get(there.get_dtype())
+    dtype = STORED_TYPES.get(there.get_dtype())
     if dtype is None:
         raise ConfigError(
             f"the weight {name!r} is {there.get_dtype()} and has no scales that are known: "
-            f"expected one of {', '.join(_DTYPES)}"
+            f"expected one of {', '.join(STORED_TYPES)}"
         )
     return UnpackedWeight(file, name, tuple(there.get_shape()), dtype)
 

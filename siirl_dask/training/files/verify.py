@@ -8,6 +8,7 @@ from what the export has made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,18 @@ from siirl_dask.models.adapters import WEIGHT, A, B, is_adapter
 from siirl_dask.models.architecture import read_config
 from siirl_dask.models.loading import load_pretrained, model_class
 from siirl_dask.models.number_type import torch_dtype
+from siirl_dask.models.shapes import StoredTensor, stored_tensors
 from siirl_dask.models.weight_files import open_tensors, open_weights
-from siirl_dask.models.weight_names import read_stored, stored_parameters, unknown_names
+from siirl_dask.models.weight_names import (
+    STORED_TYPES,
+    finer,
+    parameter_names,
+    parameter_types,
+    read_stored,
+    stored_parameters,
+    unknown_names,
+)
+from siirl_dask.training.files.hugging_face import model_without_weights, stored_type
 
 _ROUNDING = 1e-5  # log-probs of one model that is loaded in two ways
 # a share of the largest number of a weight that adapters were added to, in another order
@@ -38,21 +49,31 @@ def check_export(
     dtype: Dtype,
     *,
     alpha: float = 0.0,
+    in_base: Mapping[str, StoredTensor] | None = None,
+    as_stored: bool = False,
 ) -> None:
     """Raise ConfigError, by name, unless ``folder`` has the model that was trained, in numbers of
-    ``dtype``.
+    ``dtype``, and with ``as_stored`` of the type in ``base`` where that is finer.
 
     ``trained`` has the checkpoint's tensors by name, of all that learns: weights (tied ones once),
     or adapters, which change a weight by ``alpha / rank * B A``. All others are those of the folder
-    ``base``. Tensors are compared one by one, exactly but for adapters, whose sums are rounded. The
-    rest of the folder is compared by log-probs of random tokens, with the settings in its
-    ``config.json`` and with those of ``base``.
+    ``base``, whose tensors are ``in_base``; None: its files of weights are there. Tensors are
+    compared one by one, exactly but for adapters, whose sums are rounded. The rest of the folder is
+    compared by log-probs of random tokens, with the settings in its ``config.json`` and with those
+    of ``base``.
     """
     subject = f"model.path={base!r}, which the checkpoint was trained from"
     kind = model_class(base, subject)
+    if in_base is None:
+        in_base = stored_tensors(base)
+    stored = stored_tensors(str(folder))
     numbers = torch_dtype(dtype, _CPU)
+    model = model_without_weights(base, numbers)
+    _check_types(model, stored, in_base, numbers, as_stored=as_stored)
+    types = parameter_types(model, stored)
+    numbers = reduce(finer, (types.get(name, numbers) for name, _ in model.named_parameters()))
     written = load_pretrained(kind, str(folder), numbers, f"the folder {folder}")
-    _check_tensors(written, trained, _Base(base, kind, written, subject), alpha, numbers)
+    _check_tensors(written, trained, _Base(base, kind, written, subject), alpha, types)
     _check_others(folder, base, written)
     settings = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False)
     if hasattr(settings, _QUANTIZED):
@@ -92,13 +113,42 @@ class _Base:
         )
 
 
+def _check_types(
+    model: PreTrainedModel,
+    stored: Mapping[str, StoredTensor],
+    in_base: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    *,
+    as_stored: bool,
+) -> None:
+    """Check the type of each tensor that is ``stored`` in the folder against that in the base's
+    files, or ``dtype``. The model may be without memory.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = model.state_dict().keys() - parameters
+    known = parameter_names(model, stored)
+    for name, tensor in stored.items():
+        before = in_base.get(name)
+        if before is None or before.dtype not in STORED_TYPES:
+            continue
+        expected = stored_type(before, dtype, as_stored=as_stored)
+        if known.get(name) in buffers:
+            expected = STORED_TYPES[before.dtype]
+        if STORED_TYPES.get(tensor.dtype) is not expected:
+            raise _another_model(
+                f"{name} is {tensor.dtype}, where {expected} was expected: it is {before.dtype} in "
+                "the base"
+            )
+
+
 def _check_tensors(
     written: PreTrainedModel,
     trained: Mapping[str, Tensor],
     base: _Base,
     alpha: float,
-    numbers: torch.dtype,
+    types: Mapping[str, torch.dtype],
 ) -> None:
+    """Check the numbers of each tensor; ``types`` are those of the files, by parameter."""
     parameters = {name for name, _ in written.named_parameters(remove_duplicate=False)}
     found = written.state_dict()
     weights = {name for name in trained if not is_adapter(name)}
@@ -115,12 +165,12 @@ def _check_tensors(
         allowed = torch.zeros(())
         if changed:
             expected = _with_adapter(expected, trained, changed[0].removesuffix(WEIGHT), alpha)
-            next_number = torch.finfo(numbers).eps * expected.abs()
+            next_number = torch.finfo(types[name]).eps * expected.abs()
             allowed = next_number + _ROUNDING_OF_SUMS * expected.abs().max()
         elif not learned:
             origin = "the base's, which does not learn"
         if name in parameters:
-            expected = expected.to(numbers)  # buffers are written as the base has them
+            expected = expected.to(types[name])  # buffers are written as the base has them
         off = _off(name, found[name], expected)
         if not bool((off <= allowed).all()):
             raise _another_model(f"{name} differs by {float(off.max()):.3g} from {origin}")
