@@ -109,7 +109,7 @@ def test_a_server_that_still_takes_back_requests_is_asked_again_to_load_weights(
         server.busy = 2
         engine.load_weights(load_file(served_model / "model.safetensors").items(), 1)
         assert server.busy == 0
-        assert server.weight_version == engine._label
+        assert server.weight_version == engine._servers.label
         server.busy = 3
         with pytest.raises(RunError, match="the cache was not flushed"):
             engine.load_weights(load_file(served_model / "model.safetensors").items(), 2)
@@ -259,6 +259,6 @@ def test_a_request_is_answered_by_the_weights_in_use(server, served_model, tmp_p
         queue = LocalQueue([REQUEST])
         engine.serve(queue)
         assert len(queue.results()[0].token_ids) <= REQUEST.sampling.max_tokens
-        assert server.answered[-1] == engine._label
+        assert server.answered[-1] == engine._servers.label
     finally:
         engine.close()
