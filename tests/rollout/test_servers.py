@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Queue
@@ -35,6 +35,7 @@ from siirl_dask.config import (
 )
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.http_client import EndingClient
 from siirl_dask.rollout import (
     FinishReason,
     GenerationRequest,
@@ -47,7 +48,11 @@ from siirl_dask.rollout.concurrent_requests import serve_concurrently
 from siirl_dask.rollout.server_engine import connection, serve
 from siirl_dask.rollout.server_engine.answers import read_vllm_answer
 from siirl_dask.rollout.server_engine.balance import choose_server
-from siirl_dask.rollout.server_engine.connection import OutOfReachError, SilentError
+from siirl_dask.rollout.server_engine.connection import (
+    OutOfReachError,
+    SilentError,
+    UnansweredError,
+)
 from siirl_dask.rollout.server_engine.engine import ServerEngine
 from siirl_dask.rollout.server_engine.examination import examine_servers
 from siirl_dask.rollout.server_engine.serve import arguments
@@ -380,7 +385,7 @@ class VllmAnswers:
         self.processors = processors
         self.mode = mode
         self.settings = settings or {}
-        """What it says of itself otherwise, by its place there."""
+        """Values of its description that differ, by their place there."""
         self.device = device
         self.more = {"hf_overrides": {}} | more
         self.loaded = "default"
@@ -402,12 +407,14 @@ class VllmAnswers:
                 model |= {"quantization": None, "model_class_overrides": {}}
                 model |= self.more
                 config = {"model_config": model, "device_config": {"device": self.device}}
-                config["cache_config"] = {
-                    name: "auto"
-                    for name in ("cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
-                }
+                config["cache_config"] = dict.fromkeys(
+                    ("cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"), "auto"
+                )
                 extension = None if self.config is None else EXTENSION
-                config["parallel_config"] = {"worker_extension_cls": extension, "enable_eplb": False}
+                config["parallel_config"] = {
+                    "worker_extension_cls": extension,
+                    "enable_eplb": False,
+                }
                 config |= dict.fromkeys(
                     ("speculative_config", "kv_transfer_config", "watermark_config")
                 )
@@ -555,7 +562,10 @@ def test_a_server_whose_head_has_another_number_type_than_the_trainers_is_refuse
         ({"vllm_config.cache_config.mamba_cache_dtype": "float16"}, "--mamba-cache-dtype"),
         ({"vllm_config.cache_config.mamba_ssm_cache_dtype": "float16"}, "--mamba-ssm-cache-dtype"),
         ({"vllm_config.cache_config.mamba_ssm_cache_dtype": "float32"}, None),
-        ({"vllm_config.model_config.model_class_overrides": {"A": "b:C"}}, "--model-class-overrides"),
+        (
+            {"vllm_config.model_config.model_class_overrides": {"A": "b:C"}},
+            "--model-class-overrides",
+        ),
         ({"vllm_config.parallel_config.enable_eplb": True}, "--enable-eplb"),
         ({"vllm_config.watermark_config": {"algorithm": "gumbel"}}, "--watermark-config"),
         ({"vllm_config.speculative_config": {"method": "ngram"}}, "without --speculative-config"),
@@ -812,6 +822,29 @@ def test_a_server_that_gives_no_answer_in_time_is_one_that_is_silent(http):
         asyncio.run(ask())
 
 
+def test_a_connection_whose_host_is_gone_is_ended_by_the_system(http):
+    """Nothing comes from there that would end it: a response was waited for until its timeout."""
+    http.answers = [(None, Queue())]
+
+    async def options():
+        client = EndingClient(force_instance=True)
+        answer = asyncio.ensure_future(client.ask(f"http://127.0.0.1:{http.server_port}/"))
+        while not http.asked:
+            await asyncio.sleep(0.01)
+        (stream,) = client._connections._open
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        found = [stream.socket.getsockopt(socket.IPPROTO_TCP, name) for name in names]
+        found.append(stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+        client.close()
+        await asyncio.wait([answer])
+        assert answer.exception() is not None
+        return found
+
+    idle, interval, number, is_on = asyncio.run(options())
+    assert is_on
+    assert idle + interval * number == 120
+
+
 def test_a_server_stops_generating_for_a_call_that_failed(http, digits_task, tmp_path):
     ended = Queue()
 
@@ -846,10 +879,10 @@ def generated(server):
     return sum(path.endswith("/generate") and body is not None for path, body in server.asked)
 
 
-def test_a_server_that_is_gone_leaves_its_requests_to_the_other_at_once(http, digits_task, tmp_path):
-    """Those that it has under way as well. They waited for it for all of rollout.server.patience,
-    and ended the run then.
-    """
+def test_a_server_that_is_gone_leaves_its_requests_to_the_other_at_once(
+    http, digits_task, tmp_path
+):
+    """They waited for it for all of rollout.server.patience, and ended the run then."""
     asked = Queue()
 
     class Silent(VllmAnswers):
@@ -862,24 +895,58 @@ def test_a_server_that_is_gone_leaves_its_requests_to_the_other_at_once(http, di
     both = [VllmAnswers(), Silent()]
     with ExitStack() as second:
         gone = second.enter_context(http_server())
-        with engine_over(http, digits_task.model, tmp_path, [*both], gone) as engine:
+        settings = {"max_rows": 4}  # the others come once it is gone
+        with engine_over(http, digits_task.model, tmp_path, [*both], gone, **settings) as engine:
 
             def end():
                 asked.get(timeout=60)
                 second.close()
-                time.sleep(0.5)  # until those that it has accepted are read
                 for connection in gone.waiting:
-                    connection.shutdown(socket.SHUT_RDWR)
+                    with suppress(OSError):  # it has ended by now
+                        connection.shutdown(socket.SHUT_RDWR)
 
             with ThreadPoolExecutor(1) as thread:
                 ended = thread.submit(end)
-                assert rows_of(engine) == [[5] * 4] * 8
+                assert rows_of(engine, 16) == [[5] * 4] * 16
                 ended.result()
-            assert generated(http) == 8
+            assert generated(http) == 16
             weights = load_file(digits_task.model / "model.safetensors")
             engine.load_weights(weights.items(), 1)
             assert rows_of(engine) == [[5] * 4] * 8
     assert both[0].loaded != both[1].loaded
+
+
+def test_what_a_server_has_under_way_that_does_not_answer_is_taken_from_it(
+    http, digits_task, tmp_path
+):
+    """Where its host is gone nobody ends those connections."""
+
+    class Silent(VllmAnswers):
+        def __call__(self, path, body):
+            if path.endswith("/generate") and body is not None:
+                return None, Queue()
+            return super().__call__(path, body)
+
+    prompts = ([1, token] for token in range(64))
+    prompt = next(prompt for prompt in prompts if choose_server(prompt, [0, 0]) == 1)
+    both = [VllmAnswers(), Silent()]
+    with ExitStack() as second:
+        gone = second.enter_context(http_server())
+        with engine_over(http, digits_task.model, tmp_path, [*both], gone) as engine:
+            own = engine._servers
+
+            async def respond():
+                async with own.looked_for():
+                    request = replace(REQUEST, prompt=prompt)
+                    answer = asyncio.ensure_future(own.respond(request, []))
+                    while not gone.waiting:
+                        await asyncio.sleep(0.01)
+                    await asyncio.to_thread(second.close)
+                    own._lose(own._servers[1], UnansweredError("no answer"))
+                    return await asyncio.wait_for(answer, 15)
+
+            found = engine._loop.run_until_complete(respond())
+            assert found.generation.token_ids == [5] * 4
 
 
 def test_a_server_that_is_there_again_gets_the_weights_and_requests(http, digits_task, tmp_path):
@@ -976,9 +1043,9 @@ def test_a_token_that_the_model_does_not_have_is_an_error_that_names_the_server(
                 return 200, answer_of([5, 5, 5, 10**6], [0.5] * 4, label=self.loaded)
             return super().__call__(path, body)
 
-    with engine_over(http, digits_task.model, tmp_path, Strange()) as engine:
-        with pytest.raises(RunError, match="it sampled the token 1000000, and the model has"):
-            rows_of(engine)
+    refused = pytest.raises(RunError, match="it sampled the token 1000000, and the model has")
+    with engine_over(http, digits_task.model, tmp_path, Strange()) as engine, refused:
+        rows_of(engine)
 
 
 def test_a_server_that_a_killed_worker_left_paused_goes_on_as_the_run_ends(http):
@@ -994,9 +1061,14 @@ def test_a_server_that_a_killed_worker_left_paused_goes_on_as_the_run_ends(http)
         )
     )
     said = []
-    with pytest.raises(RunError, match="the run's own"), servers_go_on(config, said.append):
-        http.answers.paused = True
-        raise RunError("the run's own")
+
+    def fail():
+        with servers_go_on(config, said.append):
+            http.answers.paused = True
+            raise RunError("the run's own")
+
+    with pytest.raises(RunError, match="the run's own"):
+        fail()
     assert not http.answers.paused
     assert len(said) == 1
     assert "was left paused" in said[0]

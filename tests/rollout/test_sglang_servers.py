@@ -147,6 +147,9 @@ def test_a_server_that_cannot_load_weights_ends_the_run_with_its_words(
         ({"dtype": "bfloat16"}, "--dtype is bfloat16, and model.dtype is float32"),
         ({"dtype": "auto"}, "start it with --dtype float32"),
         ({"enable_fp32_lm_head": True}, "model.float32_head is False"),
+        ({"quantization": "fp8"}, "start it without --quantization"),
+        ({"torchao_config": "int8wo"}, "start it without --torchao-config"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "start it without --kv-cache-dtype"),
     ],
 )
 def test_a_server_whose_samples_would_be_others_is_refused_by_its_argument(

@@ -73,19 +73,19 @@ class Tries:
     pause: float = _FIRST_PAUSE
     """Seconds until the next one."""
 
-    def note(self, error: Exception, seconds: float) -> None:
-        """Note a try that ended with ``error`` after so many seconds.
+    def note_failure(self) -> None:
+        """Note a try at which a server failed."""
+        self.failures += 1
+        self.pause = max(self.pause, _PAUSE_OF_FAILED)
 
-        A server that had it under way for longer than a connection takes was in reach until then:
-        the patience begins anew, so that two ends of a server during a long response are not taken
-        for one. It has failed at the request, though, as one that a request ends does.
+    def note_end(self, seconds: float) -> None:
+        """Note a try that a server ended, or did not begin, after so many seconds.
+
+        One that had it under way for longer than a connection takes was in reach until then: the
+        patience begins anew, so that two ends of a server during a long response are not taken for
+        one. It has failed at the request, though, as one that a request ends does.
         """
-        if isinstance(error, SilentError):
-            return
-        if not isinstance(error, OutOfReachError):
-            self.failures += 1
-            self.pause = max(self.pause, _PAUSE_OF_FAILED)
-        elif seconds > _CONNECT_SECONDS:
+        if seconds > _CONNECT_SECONDS:
             self.failures += 1
             self.since = None
             self.pause = _FIRST_PAUSE
@@ -251,33 +251,32 @@ class Server(ABC):
             tries = Tries()
         while True:
             asked = time.monotonic()
-            problem: Exception
+            moves = False
             try:
                 return await attempt()
             except OutOfReachError as error:
                 problem = error
                 moves = self.can_stand_in()
+                if not isinstance(problem, SilentError):
+                    tries.note_end(time.monotonic() - asked)
             except _FailedError as error:
-                problem = error
-                moves = self.can_stand_in() and not must_do_it
-            now = time.monotonic()
-            tries.note(problem, now - asked)
+                problem = OutOfReachError(str(error))
+                if not must_do_it:
+                    moves = self.can_stand_in()
+                tries.note_failure()
             if tries.failures >= _FAILURES:
-                raise RunError(
-                    f"{self.url}{path}: it has failed {tries.failures} times: {problem}"
-                )
+                raise RunError(f"{self.url}{path}: it has failed {tries.failures} times: {problem}")
             if not moves or isinstance(problem, SilentError):
-                self._check_patience(tries, now, path, problem)
-            if moves and isinstance(problem, OutOfReachError):
-                raise problem
+                self._check_patience(tries, path, problem)
             if moves:
-                raise OutOfReachError(str(problem)) from problem
+                raise problem
             self._progress()
             await asyncio.sleep(tries.pause)
             tries.pause = min(2 * tries.pause, _LONGEST_PAUSE)
 
-    def _check_patience(self, tries: Tries, now: float, path: str, problem: Exception) -> None:
+    def _check_patience(self, tries: Tries, path: str, problem: Exception) -> None:
         """Raise RunError where a request has waited for ``patience`` seconds."""
+        now = time.monotonic()
         if tries.since is None:
             tries.since = now
             self._warn(problem)

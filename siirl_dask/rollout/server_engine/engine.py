@@ -49,7 +49,7 @@ _MORE_ROOM = "start them with room for more (--max-model-len, of SGLang --contex
 
 class ServerEngine(MergesAdapters, HoldsNoGroups):
     """A RolloutEngine over servers. ConfigError for a server that does not do what the
-    configuration asks; RunError for one that is out of reach for longer than ``patience``.
+    configuration asks; RunError where none is in reach for longer than ``patience``.
     """
 
     processor = None

@@ -153,14 +153,16 @@ class WorkerServers:
             yield
             self._check_looks()
         finally:
-            looks = []
+            looks = [look for look in self._lost.values() if look is not None]
             for server, look in self._lost.items():
                 self._lost[server] = None
-                if look is not None:
-                    looks.append(look)
-                    if not server.restoring.locked():
-                        look.cancel()
-            await asyncio.gather(*looks, return_exceptions=True)
+                if look is not None and not server.restoring.locked():
+                    look.cancel()
+            if looks:
+                await asyncio.wait(looks)
+            for look in looks:
+                if not look.cancelled():
+                    look.exception()  # the next block finds it again, if there is one
 
     def close(self) -> None:
         """End all requests under way."""
