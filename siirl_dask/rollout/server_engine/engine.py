@@ -78,7 +78,9 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
         self._loop = asyncio.new_event_loop()
         servers = [server_at(url, rollout, rollout.max_rows, device.progress) for url in own]
         # these also where nobody calls close()
-        self._finish = [weakref.finalize(self, _end, self._loop, servers)]
+        self._finish: list[Callable[[], object]] = [
+            weakref.finalize(self, _end, self._loop, servers)
+        ]
         facts = []
         for server in servers:
             with device.stage(f"the server at {server.url} is asked what it is"):
