@@ -972,6 +972,33 @@ def test_a_server_that_is_there_again_gets_the_weights_and_requests(http, digits
                 assert generated(again)
 
 
+def test_a_server_that_was_lost_as_it_should_go_on_is_not_found_paused(http, digits_task, tmp_path):
+    """It has the weights in use by then, and requests would wait there until their timeout."""
+
+    class Deaf(VllmAnswers):
+        deaf = 0
+
+        def __call__(self, path, body):
+            if path == "/resume" and self.deaf:
+                self.deaf -= 1
+                return 503, b"busy"
+            return super().__call__(path, body)
+
+    both = [VllmAnswers(), Deaf()]
+    weights = load_file(digits_task.model / "model.safetensors")
+    with (
+        http_server() as second,
+        engine_over(http, digits_task.model, tmp_path, [*both], second) as engine,
+    ):
+        both[1].deaf = 2  # the end of the load, and of the one that failed
+        engine.load_weights(weights.items(), 1)
+        until = time.monotonic() + 30
+        while both[1].paused and time.monotonic() < until:
+            assert rows_of(engine) == [[5] * 4] * 8
+        assert not both[1].paused
+        assert both[1].loaded == both[0].loaded
+
+
 def test_requests_wait_for_servers_where_none_is_there_and_then_name_one(
     http, digits_task, tmp_path
 ):

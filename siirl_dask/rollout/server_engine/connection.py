@@ -160,6 +160,10 @@ class Server(ABC):
         are counted on all servers. Errors as ``ask``, and RunError for an answer of another form.
         """
 
+    async def resume(self) -> None:
+        """Let a server go on that has the weights in use and may be paused. Errors as ``ask``."""
+        return  # one that is never paused
+
     async def go_on(self) -> str | None:
         """Let a server go on that was left paused; return a sentence about it, None for one that is
         not, or is out of reach. RunError for an answer of another form.

@@ -196,6 +196,10 @@ class VllmServer(Server):
             return False
         return bool(plain(response, self.url) == {"is_paused": True})
 
+    async def resume(self) -> None:
+        """See ``Server``."""
+        await self.ask("POST", "/resume")
+
     async def go_on(self) -> str | None:
         """Let a server go on that is paused; return a sentence about it, None for one that is not, or
         is out of reach.

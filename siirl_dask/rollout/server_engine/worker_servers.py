@@ -267,6 +267,8 @@ class WorkerServers:
         async with server.restoring:
             label = await server.label()
             if not self._is_lacking(server, label):
+                if server in self._lost:  # perhaps before it was told to go on
+                    await server.resume()
                 return False
             if label == _STARTED_WITH:
                 await self._check_restarted(server)
