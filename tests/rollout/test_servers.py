@@ -972,6 +972,53 @@ def test_a_server_that_is_there_again_gets_the_weights_and_requests(http, digits
                 assert generated(again)
 
 
+def test_an_engine_starts_without_a_server_that_is_away_and_has_it_once_it_is_there(
+    http, digits_task, tmp_path
+):
+    """As a run does that goes on after it has lost a host, with a worker and a server."""
+    dead = "d" * 32
+    left = tmp_path / f"siirl-weights-{'0' * 16}-{dead}" / "version=3"
+    left.mkdir(parents=True)
+    with http_server() as server:
+        port = server.server_port
+    away = SimpleNamespace(server_port=port)
+    answers = VllmAnswers()
+    with engine_over(http, digits_task.model, tmp_path, [answers, None], away) as engine:
+        assert rows_of(engine) == [[5] * 4] * 8
+        with http_server(port) as again:
+            again.answers = VllmAnswers()
+            again.answers.loaded = f"{dead}-version=3"
+            until = time.monotonic() + 30
+            while not again.answers.loads and time.monotonic() < until:
+                assert rows_of(engine) == [[5] * 4] * 8
+            assert again.answers.loaded == answers.loaded
+            assert not left.exists()
+            weights = load_file(digits_task.model / "model.safetensors")
+            engine.load_weights(weights.items(), 1)
+            assert again.answers.loaded == answers.loaded
+
+
+def test_a_server_that_comes_later_and_would_sample_otherwise_is_refused(
+    http, digits_task, tmp_path
+):
+    with http_server() as server:
+        port = server.server_port
+    away = SimpleNamespace(server_port=port)
+
+    def serve(engine):
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            rows_of(engine)
+
+    with (
+        engine_over(http, digits_task.model, tmp_path, [VllmAnswers(), None], away) as engine,
+        http_server(port) as again,
+    ):
+        again.answers = VllmAnswers(processors=None)
+        with pytest.raises(ConfigError, match="it has no --logits-processors"):
+            serve(engine)
+
+
 def test_a_server_that_was_lost_as_it_should_go_on_is_not_found_paused(http, digits_task, tmp_path):
     """It has the weights in use by then, and requests would wait there until their timeout."""
 

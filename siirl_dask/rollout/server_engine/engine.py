@@ -37,7 +37,7 @@ from siirl_dask.rollout.server_engine.connection import Server
 from siirl_dask.rollout.server_engine.sglang_server import SglangServer
 from siirl_dask.rollout.server_engine.vllm_server import VllmServer
 from siirl_dask.rollout.server_engine.weight_folder import WeightFolder
-from siirl_dask.rollout.server_engine.worker_servers import WorkerServers, engine_of
+from siirl_dask.rollout.server_engine.worker_servers import WorkerServers
 from siirl_dask.rollout.weight_loading import Replacement
 
 _T = TypeVar("_T")
@@ -81,25 +81,20 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
         self._finish: list[Callable[[], object]] = [
             weakref.finalize(self, _end, self._loop, servers)
         ]
-        facts = []
-        for server in servers:
-            with device.stage(f"the server at {server.url} is asked what it is"):
-                facts.append(self._loop.run_until_complete(server.examine()))
-            server.check(model)
-        longest = min(found.longest for found in facts)
-        self.context_length: int | None = longest
         name = uuid4().hex
+        bucket = parse_bytes("rollout.weight_bucket", rollout.weight_bucket)
+        self._weights = WeightFolder(shared, bucket, name)
+        self._finish.append(weakref.finalize(self, self._weights.close))
         self._servers = WorkerServers(
             servers,
             model,
             engine=name,
-            longest=longest,
             vocabulary=read_vocabulary(model.path),
+            forget=self._weights.remove_of,
             progress=device.progress,
         )
-        bucket = parse_bytes("rollout.weight_bucket", rollout.weight_bucket)
-        self._weights = WeightFolder(shared, bucket, name)
-        self._finish.append(weakref.finalize(self, self._weights.close))
+        with device.stage(f"the servers at {', '.join(own)} are asked what they are"):
+            self.context_length: int | None = self._run(self._servers.examine())
         self._replacement = Replacement("the server")
         self.version = 0
         with device.stage("servers load the model's weights"):
@@ -159,13 +154,10 @@ class ServerEngine(MergesAdapters, HoldsNoGroups):
         """
         files = open_tensors(path)
         with self._replacement.to(0):
-            before = self._run(self._servers.labels())
             folder = self._weights.write(
                 ((name, file.get_tensor(name)) for name, file in files.items()), 0
             )
             self._run(self._servers.load(folder))
-            for label in before:
-                self._weights.remove_of(engine_of(label))
 
     async def _ask(self, request: GenerationRequest) -> Generation:
         """Return the response of one request, of the weights in use."""

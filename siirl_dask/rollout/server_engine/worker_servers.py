@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -38,7 +38,7 @@ host is gone, nobody ends those connections."""
 
 
 class WorkerServers:
-    """The servers of one worker, all examined."""
+    """The servers of one worker."""
 
     def __init__(
         self,
@@ -46,21 +46,26 @@ class WorkerServers:
         model: ModelConfig,
         *,
         engine: str,
-        longest: int,
         vocabulary: int | None,
+        forget: Callable[[str], None],
         progress: Callable[[], None],
     ) -> None:
-        """``engine`` is the name that labels of its weights begin with, ``longest`` the most tokens
-        of a prompt and its response, ``vocabulary`` the number of the model's tokens, None where it
-        does not say it. ``progress`` is called for each response and load.
+        """``engine`` is the name that labels of its weights begin with, ``vocabulary`` the number of
+        the model's tokens, None where it does not say it. ``forget`` is called with the name of the
+        engine whose weights a server had before, ``progress`` for each response and load.
         """
         self._servers = servers
         self._model = model
         self._engine = engine
-        self._longest = longest
         self._vocabulary = vocabulary
+        self._forget = forget
         self._progress = progress
-        self._folder = Path()
+        self._folder: Path | None = None
+        """None: there are no weights to load yet."""
+        self._longest: dict[Server, int] = {}
+        """Most tokens of a prompt and its response, of each server that was examined."""
+        self._own: set[Server] = set()
+        """Servers that have had weights of this engine."""
         self._lost: dict[Server, asyncio.Task[None] | None] = {}
         """Servers that are out of reach, each with what looks for it; None between two calls."""
         for server in servers:
@@ -71,17 +76,21 @@ class WorkerServers:
         """Name of the weights in use, on servers: no other engine has it, and no others of the same
         version, as two agents' adapters may be.
         """
-        return f"{self._engine}-{self._folder.name}"
+        return f"{self._engine}-{self._weights.name}"
 
-    async def labels(self) -> list[str]:
-        """Return the labels of the weights that the servers in reach have."""
-        found = []
-        for server in self._in_reach():
-            try:
-                found.append(await server.label())
-            except OutOfReachError as error:
-                self._lose(server, error)
-        return found
+    @property
+    def _weights(self) -> Path:
+        if self._folder is None:
+            raise RuntimeError("the servers were given no weights yet")
+        return self._folder
+
+    async def examine(self) -> int:
+        """Ask the servers what they are, and return the most tokens of a prompt and its response.
+        One that is out of reach while others are not is looked for later. ConfigError for one whose
+        samples would be others, RunError where none is in reach for longer than ``patience``.
+        """
+        await self._on_each(self._servers, self._examine)
+        return min(self._longest.values())
 
     async def check_own(self) -> None:
         """Raise RunError where somebody else has replaced a server's weights."""
@@ -97,17 +106,7 @@ class WorkerServers:
         attends to any more would stay paused.
         """
         self._folder = folder
-        loads = [asyncio.ensure_future(self._load_or_lose(each)) for each in self._in_reach()]
-        try:
-            await asyncio.wait(loads, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            for one in loads:
-                one.cancel()
-            await asyncio.wait(loads)
-        failures = [one.exception() for one in loads if not one.cancelled()]
-        for failure in failures:
-            if failure is not None:
-                raise failure
+        await self._on_each(self._in_reach(), self._load_anyhow)
 
     async def respond(
         self, request: GenerationRequest, end_tokens: Collection[int]
@@ -170,9 +169,9 @@ class WorkerServers:
             server.close()
 
     def _others_of(self, server: Server) -> Callable[[], bool]:
-        """Return what says whether another server is in reach."""
+        """Return what says whether another server is in reach, and examined."""
         return lambda: any(
-            other is not server and other not in self._lost for other in self._servers
+            other is not server and other not in self._lost for other in self._longest
         )
 
     def _in_reach(self) -> Sequence[Server]:
@@ -247,15 +246,60 @@ class WorkerServers:
                 f"{self._vocabulary} (vocab_size): expected a server of model.path"
             )
 
-    async def _load_or_lose(self, server: Server) -> None:
+    async def _on_each(
+        self, servers: Sequence[Server], do: Callable[[Server], Awaitable[None]]
+    ) -> None:
+        """Do it with all servers at once, and lose those out of reach. Where one raises, the others
+        are cancelled, and end what they have begun.
+        """
+        tasks = [asyncio.ensure_future(self._do_or_lose(server, do)) for server in servers]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for one in tasks:
+                one.cancel()
+            await asyncio.wait(tasks)
+        failures = [one.exception() for one in tasks if not one.cancelled()]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+    async def _do_or_lose(self, server: Server, do: Callable[[Server], Awaitable[None]]) -> None:
         try:
             async with server.restoring:
-                await self._load(server)
+                await do(server)
         except OutOfReachError as error:
             self._lose(server, error)
 
-    async def _load(self, server: Server) -> None:
-        await server.load(self._folder, self.label)
+    async def _examine(self, server: Server) -> None:
+        """Ask a server what it is. ConfigError where its samples would be others, or it has less room
+        than the run has begun with.
+        """
+        facts = await server.examine()
+        server.check(self._model)
+        least = min(self._longest.values(), default=0)
+        if self._own and facts.longest < least:
+            raise ConfigError(
+                f"{server.url}: it takes {facts.longest} tokens, where the run began with {least}; "
+                "start it with as many"
+            )
+        self._longest[server] = facts.longest
+
+    async def _load_anyhow(self, server: Server) -> None:
+        """Have a server load the weights in use, whatever it has."""
+        if server not in self._longest:
+            await self._examine(server)
+        before = ""
+        if server not in self._own:
+            before = await server.label()
+        await self._load(server, before)
+
+    async def _load(self, server: Server, before: str) -> None:
+        """Have a server, whose weights have the label ``before``, load those in use."""
+        await server.load(self._weights, self.label)
+        if server not in self._own:
+            self._own.add(server)
+            self._forget(engine_of(before))
         self._find(server)
         self._progress()
 
@@ -265,27 +309,18 @@ class WorkerServers:
         that was started again with other options.
         """
         async with server.restoring:
+            if self._folder is None:
+                await self._examine(server)
+                return False
             label = await server.label()
             if not self._is_lacking(server, label):
                 if server in self._lost:  # perhaps before it was told to go on
                     await server.resume()
                 return False
-            if label == _STARTED_WITH:
-                await self._check_restarted(server)
-            await self._load(server)
+            if label == _STARTED_WITH or server not in self._longest:
+                await self._examine(server)
+            await self._load(server, label)
             return True
-
-    async def _check_restarted(self, server: Server) -> None:
-        """Raise ConfigError for a server that was started again, where its samples would be others
-        now, or it has less room.
-        """
-        facts = await server.examine()
-        server.check(self._model)
-        if facts.longest < self._longest:
-            raise ConfigError(
-                f"{server.url}: it was started again, and takes {facts.longest} tokens, where the "
-                f"run began with {self._longest}; start it as it was"
-            )
 
     def _is_lacking(self, server: Server, label: str) -> bool:
         """Return whether a server, whose weights have ``label``, lacks those in use: it was started
@@ -293,6 +328,8 @@ class WorkerServers:
         """
         if label == self.label:
             return False
+        if server not in self._own:
+            return True
         if label != _STARTED_WITH and engine_of(label) != self._engine:
             raise RunError(
                 f"{server.url}: somebody else has replaced its weights: they are {label!r:.200}, and "
