@@ -130,8 +130,8 @@ class ServerConfig:
     """Folder of this path on the workers and on the servers, such as one of a network's file
     system: new weights are written there, and read by the servers."""
     patience: float = 600.0
-    """Seconds for which a server may be out of reach, as while somebody starts it again, before the
-    run fails."""
+    """Seconds for which all servers of a worker may be out of reach, as while somebody starts them
+    again, before the run fails."""
     timeout: float = 3600.0
     """Most seconds for one response, waiting in the server included."""
 

@@ -41,7 +41,7 @@ from siirl_dask.errors import ConfigError, Fenced, Interrupted, counted
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
 from siirl_dask.planner import DAG, Phase
-from siirl_dask.rollout import engine_spec
+from siirl_dask.rollout import engine_spec, servers_go_on
 from siirl_dask.runs.attempt import Attempt, take
 from siirl_dask.runs.folder import check_writable
 from siirl_dask.wording import redacted
@@ -212,7 +212,8 @@ def _run(job: Job, log: RunLog) -> Summary:
             log.progress.warn(warning)
         fetch_here(job.models, job.config.cluster, log.progress)
         _note_start(log)
-        launch_until_done(job, log)
+        with servers_go_on(job.config, log.progress.note):
+            launch_until_done(job, log)
         log.attempt.check()
     except KeyboardInterrupt as stop:
         message = (

@@ -30,6 +30,7 @@ from siirl_dask.errors import Interrupted, counted
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, announce, values
 from siirl_dask.planner import DAG, NO_DATA, Hosts, Iteration, Phase, Plan, Role, compile_chains
+from siirl_dask.rollout import servers_go_on
 from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.folder import check_writable
 from siirl_dask.schema import Schema
@@ -144,7 +145,10 @@ def _passes(
     try:
         fetch_here(models, config.cluster, progress)
         progress.note(f"starting {counted(config.cluster.workers, 'worker')}")
-        with connect(config, progress) as client:
+        with (
+            servers_go_on(config, progress.note),
+            connect(config, progress) as client,
+        ):
             return passes.run(client, checked, models, passing)
     except KeyboardInterrupt:
         raise Interrupted("stopped by the user; what was written is whole") from None

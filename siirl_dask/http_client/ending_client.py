@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 from weakref import WeakSet
 
@@ -11,10 +12,17 @@ from tornado.iostream import IOStream, StreamClosedError
 from tornado.simple_httpclient import SimpleAsyncHTTPClient
 from tornado.tcpclient import TCPClient
 
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+"""Seconds of silence, after which a connection's other host is asked every so many seconds whether it
+is there, so often; options of the socket, by their names."""
+
 
 class EndingClient(SimpleAsyncHTTPClient):
     """Its ``close`` closes the connections of requests under way as well, also those whose callers
     were cancelled: tornado leaves them to the server, which goes on working for nobody.
+
+    A request fails two minutes after the server's host is gone, which ends no connections: a long
+    response would be waited for until its timeout.
     """
 
     def initialize(self, **options: Any) -> None:  # type: ignore[override]
@@ -50,6 +58,7 @@ class _Connections(TCPClient):
         if self._ended:
             stream.close()
             raise StreamClosedError
+        _keep_alive(stream.socket)
         self._open.add(stream)
         return stream
 
@@ -58,6 +67,15 @@ class _Connections(TCPClient):
         self._ended = True
         for stream in [*self._open]:
             stream.close()
+
+
+def _keep_alive(connected: socket.socket) -> None:
+    """Have the system end a connection whose other host does not answer any more."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE.items():
+        option = getattr(socket, name, None)
+        if option is not None:  # another system has it under another name, or hours
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _look_at(answer: asyncio.Future[HTTPResponse]) -> None:

@@ -4,11 +4,12 @@ each of them follows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from siirl_dask.config import Config, ImagesConfig, LoraConfig, ModelConfig, RolloutConfig
+from siirl_dask.config import Config, Engine, ImagesConfig, LoraConfig, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.images import load_processor
@@ -86,6 +87,7 @@ __all__ = [
     "examine_servers",
     "processor_of",
     "requests",
+    "servers_go_on",
     "specs",
     "tokenizer",
     "transformers_engine",
@@ -147,6 +149,23 @@ def examine_servers(config: Config) -> Sequence[ExaminedServer]:
     from siirl_dask.rollout.server_engine.examination import examine_servers as examine
 
     return examine(config)
+
+
+@contextmanager
+def servers_go_on(config: Config, note: Callable[[str], None]) -> Iterator[None]:
+    """Let the servers that the configuration generates with go on after the block, where a worker
+    that was killed in it has left them paused. ``note`` gets a sentence about each.
+    """
+    rollouts = [config.rollout, *(agent.rollout for agent in config.agents.values())]
+    try:
+        yield
+    finally:
+        if any(rollout.engine == Engine.server for rollout in rollouts):
+            # imports torch and transformers
+            from siirl_dask.rollout.server_engine.examination import let_go_on
+
+            for sentence in let_go_on(config):
+                note(sentence)
 
 
 def _build(spec: EngineSpec, inputs: EngineInputs) -> RolloutEngine:

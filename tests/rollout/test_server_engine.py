@@ -124,6 +124,39 @@ def test_a_server_that_is_killed_and_started_again_gets_its_weights_and_gives_th
     assert_same_samples(found[1], found[0])
 
 
+def test_the_rows_of_a_server_that_is_killed_and_stays_away_come_from_the_other(
+    served_model, pair, tmp_path
+):
+    requests = [
+        GenerationRequest([*prompt, row], row, Sampling(max_tokens=200))
+        for row, prompt in enumerate(PROMPTS * 8)
+    ]
+    weights = load_file(served_model / "model.safetensors")
+    weights = {name: 0.7 * tensor for name, tensor in weights.items()}
+    found = []
+    server = pair[1]
+    engine = engine_of(served_model, [each.url for each in pair], tmp_path / "weights")
+    for killed in (False, True):
+        queue = LocalQueue(requests)
+        thread = threading.Thread(target=engine.serve, args=(queue,))
+        thread.start()
+        if killed:
+            time.sleep(0.3)
+            server.kill()
+        thread.join()
+        found.append(queue.results())
+    engine.load_weights(weights.items(), 1)  # on the other alone
+    server.start()
+    server.wait()
+    for _ in range(2):
+        queue = LocalQueue(requests)
+        engine.serve(queue)
+        found.append(queue.results())
+    engine.close()
+    assert_same_samples(found[1], found[0])
+    assert_same_samples(found[3], found[2])
+
+
 def test_an_engine_whose_weights_somebody_else_replaces_says_so(served_model, pair, tmp_path):
     url = pair[0].url
     first = engine_of(served_model, [url], tmp_path / "first")

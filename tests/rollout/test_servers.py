@@ -5,11 +5,12 @@ what a server may answer, files of weights, and a server that comes and goes.
 import asyncio
 import json
 import re
+import socket
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Queue
@@ -34,18 +35,24 @@ from siirl_dask.config import (
 )
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.http_client import EndingClient
 from siirl_dask.rollout import (
     FinishReason,
     GenerationRequest,
     LocalQueue,
     Sampling,
     check_engine,
+    servers_go_on,
 )
 from siirl_dask.rollout.concurrent_requests import serve_concurrently
 from siirl_dask.rollout.server_engine import connection, serve
 from siirl_dask.rollout.server_engine.answers import read_vllm_answer
 from siirl_dask.rollout.server_engine.balance import choose_server
-from siirl_dask.rollout.server_engine.connection import OutOfReachError, SilentError
+from siirl_dask.rollout.server_engine.connection import (
+    OutOfReachError,
+    SilentError,
+    UnansweredError,
+)
 from siirl_dask.rollout.server_engine.engine import ServerEngine
 from siirl_dask.rollout.server_engine.examination import examine_servers
 from siirl_dask.rollout.server_engine.serve import arguments
@@ -188,6 +195,8 @@ def test_an_answer_is_read_as_a_response_with_the_label_of_its_weights():
         (answer_of([5], [0.5], token_ids=[6]), "other tokens than it sampled"),
         (answer_of([-5], [0.5]), "expected a token"),
         (answer_of([True], [0.5]), "expected a token"),
+        (answer_of([5], ["0.5"]), "expected a number"),
+        (answer_of([5], [True]), "expected a number"),
         (answer_of([], []), "other tokens than it sampled"),
         (answer_of([1] * 5, [0.5] * 5), "at most 4 were asked for"),
         (answer_of([5], [float("nan")]), "not finite"),
@@ -290,6 +299,7 @@ class Answers(BaseHTTPRequestHandler):
             status, body = waiting.pop(0) if len(waiting) > 1 else waiting[0]
         if status is None:  # it generates for as long as somebody waits
             self.connection.settimeout(20)
+            self.server.waiting.append(self.connection)
             body.put(self.connection.recv(1))
             return
         self.send_response(status)
@@ -301,9 +311,10 @@ class Answers(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def http_server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+def http_server(port=0):
+    server = ThreadingHTTPServer(("127.0.0.1", port), Answers)
     server.asked = []
+    server.waiting = []
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
@@ -328,9 +339,7 @@ def asked(http, *answers, patience=5.0):
     async def ask():
         server = VllmServer(f"http://127.0.0.1:{http.server_port}", rollout, 2, lambda: None)
         try:
-            return await server.generate(
-                "/inference/v1/generate", {"token_ids": [1]}, lambda it: it
-            )
+            return await server.ask("POST", "/inference/v1/generate", {"token_ids": [1]})
         finally:
             server.close()
 
@@ -370,17 +379,17 @@ class VllmAnswers:
     """
 
     def __init__(
-        self, *labels, processors=(SAMPLER,), mode=EXACT, speculation=None, device="cuda", **more
+        self, *labels, processors=(SAMPLER,), mode=EXACT, settings=None, device="cuda", **more
     ):
         self.labels = [*labels]
         self.processors = processors
         self.mode = mode
-        self.speculation = speculation
+        self.settings = settings or {}
+        """Values of its description that differ, by their place there."""
         self.device = device
         self.more = {"hf_overrides": {}} | more
         self.loaded = "default"
         self.paused = False
-        self.transfers = None
         self.config = None
         """Config of its model, which it says with the extension; None: it has none."""
         self.refusals = []
@@ -395,13 +404,28 @@ class VllmAnswers:
                 model = {"model": "m", "logprobs_mode": self.mode, "dtype": "float32"}
                 model |= {"max_model_len": 64, "generation_config": "vllm"}
                 model["logits_processors"] = self.processors
+                model |= {"quantization": None, "model_class_overrides": {}}
                 model |= self.more
                 config = {"model_config": model, "device_config": {"device": self.device}}
+                config["cache_config"] = dict.fromkeys(
+                    ("cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"), "auto"
+                )
                 extension = None if self.config is None else EXTENSION
-                config["parallel_config"] = {"worker_extension_cls": extension}
-                config["speculative_config"] = self.speculation
-                config["kv_transfer_config"] = self.transfers
-                return 200, {"vllm_config": config}
+                config["parallel_config"] = {
+                    "worker_extension_cls": extension,
+                    "enable_eplb": False,
+                }
+                config |= dict.fromkeys(
+                    ("speculative_config", "kv_transfer_config", "watermark_config")
+                )
+                described = {"vllm_config": config, "vllm_env": {}}
+                for path, value in self.settings.items():
+                    *parts, name = path.split(".")
+                    part = described
+                    for each in parts:
+                        part = part[each]
+                    part[name] = value
+                return 200, described
             case "/pause":
                 self.paused = True
             case "/resume":
@@ -444,13 +468,13 @@ def examined(http, model):
 
 
 @contextmanager
-def engine_over(http, folder, weights, answers, *others, **settings):
+def engine_over(http, folder, weights, answers, *others, patience=600.0, **settings):
     """An engine over a server that answers so; with ``others`` over several, and a list of answers."""
     urls = []
     for server in [http, *others]:
         server.answers = answers.pop(0) if isinstance(answers, list) else answers
         urls.append(f"http://127.0.0.1:{server.server_port}")
-    config = ServerConfig(urls=urls, weights_folder=str(weights))
+    config = ServerConfig(urls=urls, weights_folder=str(weights), patience=patience)
     rollout = RolloutConfig(engine=Engine.server, server=config, **settings)
     model = ModelConfig(path=str(folder), dtype=Dtype.float32)
     engine = ServerEngine(model, rollout, Device("w0"), Rank())
@@ -528,12 +552,45 @@ def test_a_server_whose_head_has_another_number_type_than_the_trainers_is_refuse
         examined(http, model)
 
 
-def test_a_server_that_drafts_tokens_is_refused(http, digits_task, tmp_path):
-    """Its rows are no function of their seeds."""
-    answers = VllmAnswers(mode=RAW, speculation={"method": "ngram"})
-    refused = pytest.raises(ConfigError, match="start it without --speculative-config")
-    with refused, engine_over(http, digits_task.model, tmp_path, answers, sampler=Sampler.vllm):
-        pass
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"vllm_config.model_config.quantization": "fp8"}, "start it without --quantization"),
+        ({"vllm_config.cache_config.cache_dtype": "fp8_e4m3"}, "without --kv-cache-dtype"),
+        ({"vllm_config.cache_config.cache_dtype": "float16"}, "without --kv-cache-dtype"),
+        ({"vllm_config.cache_config.cache_dtype": "bfloat16"}, None),  # as the model
+        ({"vllm_config.cache_config.mamba_cache_dtype": "float16"}, "--mamba-cache-dtype"),
+        ({"vllm_config.cache_config.mamba_ssm_cache_dtype": "float16"}, "--mamba-ssm-cache-dtype"),
+        ({"vllm_config.cache_config.mamba_ssm_cache_dtype": "float32"}, None),
+        (
+            {"vllm_config.model_config.model_class_overrides": {"A": "b:C"}},
+            "--model-class-overrides",
+        ),
+        ({"vllm_config.parallel_config.enable_eplb": True}, "--enable-eplb"),
+        ({"vllm_config.watermark_config": {"algorithm": "gumbel"}}, "--watermark-config"),
+        ({"vllm_config.speculative_config": {"method": "ngram"}}, "without --speculative-config"),
+        ({"vllm_config.kv_transfer_config": {"kv_connector": "O"}}, "--kv-offloading-size"),
+        ({"vllm_env.VLLM_FLOAT32_MATMUL_PRECISION": "high"}, None),  # it has no such products
+        ({"vllm_env": []}, "it does not describe itself as"),
+        ({"vllm_config.cache_config": 7}, "it does not describe itself as"),
+    ],
+)
+def test_a_server_with_a_setting_that_changes_samples_or_log_probs_is_refused_by_its_flag(
+    http, settings, said
+):
+    """Nothing else tells: not the number type of its model, nor its config."""
+    http.answers = VllmAnswers(dtype="bfloat16", settings=settings)
+    expected = nullcontext()
+    if said is not None:
+        expected = pytest.raises(ConfigError, match=re.escape(said))
+    with expected:
+        examined(http, ModelConfig(path="m", dtype=Dtype.bfloat16))
+
+
+def test_a_server_with_shorter_products_of_float32_is_refused(http):
+    http.answers = VllmAnswers(settings={"vllm_env.VLLM_FLOAT32_MATMUL_PRECISION": "high"})
+    with pytest.raises(ConfigError, match="products of float32 have fewer bits"):
+        examined(http, ModelConfig(path="m", dtype=Dtype.float32))
 
 
 def test_a_server_that_could_not_load_weights_is_not_left_paused(http, digits_task, tmp_path):
@@ -682,15 +739,6 @@ def test_a_server_with_overrides_of_its_models_config_is_refused(
         examined(http, ModelConfig(path=str(digits_task.model), dtype=Dtype.float32))
 
 
-def test_a_server_that_has_keys_outside_its_cache_is_refused(http, digits_task):
-    """Some of these places cannot forget: prompts would be read from keys of older weights."""
-    answers = VllmAnswers()
-    answers.transfers = {"kv_connector": "OffloadingConnector"}
-    http.answers = answers
-    with pytest.raises(ConfigError, match="--kv-offloading-size"):
-        examined(http, ModelConfig(path=str(digits_task.model), dtype=Dtype.float32))
-
-
 class Clock:
     """The time, of which a server's answers take so much that the test says."""
 
@@ -774,6 +822,29 @@ def test_a_server_that_gives_no_answer_in_time_is_one_that_is_silent(http):
         asyncio.run(ask())
 
 
+def test_a_connection_whose_host_is_gone_is_ended_by_the_system(http):
+    """Nothing comes from there that would end it: a response was waited for until its timeout."""
+    http.answers = [(None, Queue())]
+
+    async def options():
+        client = EndingClient(force_instance=True)
+        answer = asyncio.ensure_future(client.ask(f"http://127.0.0.1:{http.server_port}/"))
+        while not http.asked:
+            await asyncio.sleep(0.01)
+        (stream,) = client._connections._open
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        found = [stream.socket.getsockopt(socket.IPPROTO_TCP, name) for name in names]
+        found.append(stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+        client.close()
+        await asyncio.wait([answer])
+        assert answer.exception() is not None
+        return found
+
+    idle, interval, number, is_on = asyncio.run(options())
+    assert is_on
+    assert idle + interval * number == 120
+
+
 def test_a_server_stops_generating_for_a_call_that_failed(http, digits_task, tmp_path):
     ended = Queue()
 
@@ -795,6 +866,289 @@ def test_a_server_stops_generating_for_a_call_that_failed(http, digits_task, tmp
         queue = LocalQueue([REQUEST])
         engine.serve(queue)
         assert queue.results()[0].token_ids == [5] * 4
+
+
+def rows_of(engine, number=8):
+    """Rows of as many requests, whose prompts are those of either of two servers."""
+    queue = LocalQueue([replace(REQUEST, prompt=[1, 2 + row], seed=row) for row in range(number)])
+    engine.serve(queue)
+    return [row.token_ids for row in queue.results()]
+
+
+def generated(server):
+    return sum(path.endswith("/generate") and body is not None for path, body in server.asked)
+
+
+def test_a_server_that_is_gone_leaves_its_requests_to_the_other_at_once(
+    http, digits_task, tmp_path
+):
+    """They waited for it for all of rollout.server.patience, and ended the run then."""
+    asked = Queue()
+
+    class Silent(VllmAnswers):
+        def __call__(self, path, body):
+            if path.endswith("/generate") and body is not None:
+                asked.put(path)
+                return None, Queue()
+            return super().__call__(path, body)
+
+    both = [VllmAnswers(), Silent()]
+    with ExitStack() as second:
+        gone = second.enter_context(http_server())
+        settings = {"max_rows": 4}  # the others come once it is gone
+        with engine_over(http, digits_task.model, tmp_path, [*both], gone, **settings) as engine:
+
+            def end():
+                asked.get(timeout=60)
+                second.close()
+                for connection in gone.waiting:
+                    with suppress(OSError):  # it has ended by now
+                        connection.shutdown(socket.SHUT_RDWR)
+
+            with ThreadPoolExecutor(1) as thread:
+                ended = thread.submit(end)
+                assert rows_of(engine, 16) == [[5] * 4] * 16
+                ended.result()
+            assert generated(http) == 16
+            weights = load_file(digits_task.model / "model.safetensors")
+            engine.load_weights(weights.items(), 1)
+            assert rows_of(engine) == [[5] * 4] * 8
+    assert both[0].loaded != both[1].loaded
+
+
+def test_what_a_server_has_under_way_that_does_not_answer_is_taken_from_it(
+    http, digits_task, tmp_path
+):
+    """Where its host is gone nobody ends those connections."""
+
+    class Silent(VllmAnswers):
+        def __call__(self, path, body):
+            if path.endswith("/generate") and body is not None:
+                return None, Queue()
+            return super().__call__(path, body)
+
+    prompts = ([1, token] for token in range(64))
+    prompt = next(prompt for prompt in prompts if choose_server(prompt, [0, 0]) == 1)
+    both = [VllmAnswers(), Silent()]
+    with ExitStack() as second:
+        gone = second.enter_context(http_server())
+        with engine_over(http, digits_task.model, tmp_path, [*both], gone) as engine:
+            own = engine._servers
+
+            async def respond():
+                async with own.looked_for():
+                    request = replace(REQUEST, prompt=prompt)
+                    answer = asyncio.ensure_future(own.respond(request, []))
+                    while not gone.waiting:
+                        await asyncio.sleep(0.01)
+                    await asyncio.to_thread(second.close)
+                    own._lose(own._servers[1], UnansweredError("no answer"))
+                    return await asyncio.wait_for(answer, 15)
+
+            found = engine._loop.run_until_complete(respond())
+            assert found.generation.token_ids == [5] * 4
+
+
+def test_a_server_that_is_there_again_gets_the_weights_and_requests(http, digits_task, tmp_path):
+    class Slow(VllmAnswers):
+        def __call__(self, path, body):
+            if path.endswith("/generate") and body is not None:
+                time.sleep(0.2)
+            return super().__call__(path, body)
+
+    with ExitStack() as second:
+        gone = second.enter_context(http_server())
+        port = gone.server_port
+        both = [Slow(), VllmAnswers()]
+        settings = {"max_rows": 4}
+        with engine_over(http, digits_task.model, tmp_path, [*both], gone, **settings) as engine:
+            second.close()
+            assert rows_of(engine, 4) == [[5] * 4] * 4
+            with http_server(port) as again:
+                again.answers = VllmAnswers()
+                assert rows_of(engine, 80) == [[5] * 4] * 80
+                assert again.answers.loads == 1
+                assert again.answers.loaded == both[0].loaded
+                assert generated(again)
+
+
+def test_an_engine_starts_without_a_server_that_is_away_and_has_it_once_it_is_there(
+    http, digits_task, tmp_path
+):
+    """As a run does that goes on after it has lost a host, with a worker and a server."""
+    dead = "d" * 32
+    left = tmp_path / f"siirl-weights-{'0' * 16}-{dead}" / "version=3"
+    left.mkdir(parents=True)
+    with http_server() as server:
+        port = server.server_port
+    away = SimpleNamespace(server_port=port)
+    answers = VllmAnswers()
+    with engine_over(http, digits_task.model, tmp_path, [answers, None], away) as engine:
+        assert rows_of(engine) == [[5] * 4] * 8
+        with http_server(port) as again:
+            again.answers = VllmAnswers()
+            again.answers.loaded = f"{dead}-version=3"
+            until = time.monotonic() + 30
+            while not again.answers.loads and time.monotonic() < until:
+                assert rows_of(engine) == [[5] * 4] * 8
+            assert again.answers.loaded == answers.loaded
+            assert not left.exists()
+            weights = load_file(digits_task.model / "model.safetensors")
+            engine.load_weights(weights.items(), 1)
+            assert again.answers.loaded == answers.loaded
+
+
+def test_a_server_that_comes_later_and_would_sample_otherwise_is_refused(
+    http, digits_task, tmp_path
+):
+    with http_server() as server:
+        port = server.server_port
+    away = SimpleNamespace(server_port=port)
+
+    def serve(engine):
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            rows_of(engine)
+
+    with (
+        engine_over(http, digits_task.model, tmp_path, [VllmAnswers(), None], away) as engine,
+        http_server(port) as again,
+    ):
+        again.answers = VllmAnswers(processors=None)
+        with pytest.raises(ConfigError, match="it has no --logits-processors"):
+            serve(engine)
+
+
+def test_a_server_that_was_lost_as_it_should_go_on_is_not_found_paused(http, digits_task, tmp_path):
+    """It has the weights in use by then, and requests would wait there until their timeout."""
+
+    class Deaf(VllmAnswers):
+        deaf = 0
+
+        def __call__(self, path, body):
+            if path == "/resume" and self.deaf:
+                self.deaf -= 1
+                return 503, b"busy"
+            return super().__call__(path, body)
+
+    both = [VllmAnswers(), Deaf()]
+    weights = load_file(digits_task.model / "model.safetensors")
+    with (
+        http_server() as second,
+        engine_over(http, digits_task.model, tmp_path, [*both], second) as engine,
+    ):
+        both[1].deaf = 2  # the end of the load, and of the one that failed
+        engine.load_weights(weights.items(), 1)
+        until = time.monotonic() + 30
+        while both[1].paused and time.monotonic() < until:
+            assert rows_of(engine) == [[5] * 4] * 8
+        assert not both[1].paused
+        assert both[1].loaded == both[0].loaded
+
+
+def test_requests_wait_for_servers_where_none_is_there_and_then_name_one(
+    http, digits_task, tmp_path
+):
+    class Ending(VllmAnswers):
+        def __call__(self, path, body):
+            if self.loads and path != "/server_info":
+                return 503, b"it ends"
+            return super().__call__(path, body)
+
+    both = [VllmAnswers(), VllmAnswers()]
+    with (
+        http_server() as second,
+        engine_over(http, digits_task.model, tmp_path, [*both], second, patience=1.0) as engine,
+    ):
+        for server in (http, second):
+            server.answers = Ending()
+            server.answers.loads = 1
+        with pytest.raises(RunError, match=r"out of reach for 1 seconds.*it ends"):
+            rows_of(engine)
+        for server, answers in zip((http, second), both, strict=True):
+            server.answers = answers
+        assert rows_of(engine) == [[5] * 4] * 8
+
+
+def test_a_request_at_which_servers_fail_in_turn_ends_the_run_at_the_third(
+    http, digits_task, tmp_path
+):
+    """Each of them would end of it, as often as somebody starts it."""
+
+    class Failing(VllmAnswers):
+        def __call__(self, path, body):
+            if path.endswith("/generate") and body is not None:
+                return 500, b"the engine is dead"
+            return super().__call__(path, body)
+
+    with (
+        http_server() as second,
+        engine_over(http, digits_task.model, tmp_path, [Failing(), Failing()], second) as engine,
+    ):
+        with pytest.raises(RunError, match="failed 3 times: 500 the engine is dead"):
+            rows_of(engine, 1)
+        assert generated(http) + generated(second) == 3
+
+
+def test_a_server_that_was_started_again_with_other_options_is_refused(http, digits_task, tmp_path):
+    """Its tokens would be drawn otherwise from then on."""
+    answers = VllmAnswers()
+    with engine_over(http, digits_task.model, tmp_path, answers) as engine:
+        answers.loaded = "default"
+        answers.processors = None
+        with pytest.raises(ConfigError, match="it has no --logits-processors"):
+            rows_of(engine)
+    answers = VllmAnswers()
+    with engine_over(http, digits_task.model, tmp_path, answers) as engine:
+        answers.loaded = "default"
+        answers.more["max_model_len"] = 32
+        with pytest.raises(ConfigError, match="takes 32 tokens, where the run began with 64"):
+            rows_of(engine)
+
+
+def test_a_token_that_the_model_does_not_have_is_an_error_that_names_the_server(
+    http, digits_task, tmp_path
+):
+    """A trainer would look it up outside its embedding."""
+
+    class Strange(VllmAnswers):
+        def __call__(self, path, body):
+            if path.endswith("/generate") and body is not None:
+                return 200, answer_of([5, 5, 5, 10**6], [0.5] * 4, label=self.loaded)
+            return super().__call__(path, body)
+
+    refused = pytest.raises(RunError, match="it sampled the token 1000000, and the model has")
+    with engine_over(http, digits_task.model, tmp_path, Strange()) as engine, refused:
+        rows_of(engine)
+
+
+def test_a_server_that_a_killed_worker_left_paused_goes_on_as_the_run_ends(http):
+    """Others would wait for it until the next run."""
+    http.answers = VllmAnswers()
+    config = Config(
+        rollout=RolloutConfig(
+            engine=Engine.server,
+            server=ServerConfig(
+                urls=[f"http://127.0.0.1:{http.server_port}", "http://127.0.0.1:1"],
+                weights_folder="/weights",
+            ),
+        )
+    )
+    said = []
+
+    def fail():
+        with servers_go_on(config, said.append):
+            http.answers.paused = True
+            raise RunError("the run's own")
+
+    with pytest.raises(RunError, match="the run's own"):
+        fail()
+    assert not http.answers.paused
+    assert len(said) == 1
+    assert "was left paused" in said[0]
+    with servers_go_on(config, said.append):
+        pass
+    assert len(said) == 1
 
 
 def test_a_response_of_other_weights_is_asked_for_again(http, digits_task, tmp_path):

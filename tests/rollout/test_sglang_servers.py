@@ -109,7 +109,7 @@ def test_a_server_that_still_takes_back_requests_is_asked_again_to_load_weights(
         server.busy = 2
         engine.load_weights(load_file(served_model / "model.safetensors").items(), 1)
         assert server.busy == 0
-        assert server.weight_version == engine._label
+        assert server.weight_version == engine._servers.label
         server.busy = 3
         with pytest.raises(RunError, match="the cache was not flushed"):
             engine.load_weights(load_file(served_model / "model.safetensors").items(), 2)
@@ -147,6 +147,9 @@ def test_a_server_that_cannot_load_weights_ends_the_run_with_its_words(
         ({"dtype": "bfloat16"}, "--dtype is bfloat16, and model.dtype is float32"),
         ({"dtype": "auto"}, "start it with --dtype float32"),
         ({"enable_fp32_lm_head": True}, "model.float32_head is False"),
+        ({"quantization": "fp8"}, "start it without --quantization"),
+        ({"torchao_config": "int8wo"}, "start it without --torchao-config"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "start it without --kv-cache-dtype"),
     ],
 )
 def test_a_server_whose_samples_would_be_others_is_refused_by_its_argument(
@@ -259,6 +262,6 @@ def test_a_request_is_answered_by_the_weights_in_use(server, served_model, tmp_p
         queue = LocalQueue([REQUEST])
         engine.serve(queue)
         assert len(queue.results()[0].token_ids) <= REQUEST.sampling.max_tokens
-        assert server.answered[-1] == engine._label
+        assert server.answered[-1] == engine._servers.label
     finally:
         engine.close()

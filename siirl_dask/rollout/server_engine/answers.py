@@ -193,19 +193,25 @@ def _only(found: object) -> object:
     return sequence[0]
 
 
-def _vllms_logprob(found: Any) -> float:
+def _vllms_logprob(found: object) -> float:
     """Return a log-probability; NaN for what vLLM writes where it is not finite."""
-    logprob = float(found)
+    logprob = _number(found)
     if logprob <= _VLLMS_NOT_FINITE:
         return nan
     return logprob
 
 
-def _sglangs_logprob(found: Any) -> float:
+def _sglangs_logprob(found: object) -> float:
     """Return a log-probability; NaN for null, which SGLang writes where it is not finite."""
     if found is None:
         return nan
-    return float(found)
+    return _number(found)
+
+
+def _number(found: object) -> float:
+    if type(found) not in (int, float):
+        raise TypeError(f"expected a number, found {short(found)}")
+    return float(found)  # type: ignore[arg-type]  # it is one of these
 
 
 def _token(found: object) -> int:

@@ -39,7 +39,7 @@ _OUT_OF_REACH = (429, 502, 503, 504)
 """Statuses of a server that has too much to do, starts, ends, or is behind a proxy that does not reach
 it."""
 _FAILURES = 3
-"""Times that a server may fail at one request, or end while it works at it."""
+"""Times that servers may fail at one request, or end while they work at it."""
 _CONNECT_SECONDS = 20.0
 """Most seconds for a connection."""
 LOADING = "loading "
@@ -47,15 +47,48 @@ LOADING = "loading "
 
 
 class OutOfReachError(Exception):
-    """A server gives no answer now; it may later."""
+    """A server does not do what it is asked for now; it may later."""
 
 
-class SilentError(OutOfReachError):
+class UnansweredError(OutOfReachError):
+    """A server gave no answer at all: it refuses connections, or ended one."""
+
+
+class SilentError(UnansweredError):
     """A server gave no answer in time."""
 
 
 class _FailedError(Exception):
     """A server failed at a request."""
+
+
+@dataclass(slots=True)
+class Tries:
+    """The tries of one request so far, on one server or on several."""
+
+    failures: int = 0
+    """Times that a server failed at it, or ended while it worked at it."""
+    since: float | None = None
+    """Time since which no server was in reach, or one was silent; None: the latest one was."""
+    pause: float = _FIRST_PAUSE
+    """Seconds until the next one."""
+
+    def note_failure(self) -> None:
+        """Note a try at which a server failed."""
+        self.failures += 1
+        self.pause = max(self.pause, _PAUSE_OF_FAILED)
+
+    def note_end(self, seconds: float) -> None:
+        """Note a try that a server ended, or did not begin, after so many seconds.
+
+        One that had it under way for longer than a connection takes was in reach until then: the
+        patience begins anew, so that two ends of a server during a long response are not taken for
+        one. It has failed at the request, though, as one that a request ends does.
+        """
+        if seconds > _CONNECT_SECONDS:
+            self.failures += 1
+            self.since = None
+            self.pause = _FIRST_PAUSE
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +119,9 @@ class Server(ABC):
         """Requests for responses that it has."""
         self.restoring = asyncio.Lock()
         """Held by who gives it weights."""
+        self.can_stand_in: Callable[[], bool] = lambda: False
+        """Whether another server is in reach that does what this one is asked for: nothing waits
+        for this one then."""
         self._patience = config.patience
         self._timeout = config.timeout
         self._connections = connections
@@ -118,11 +154,21 @@ class Server(ABC):
 
     @abstractmethod
     async def respond(
-        self, request: GenerationRequest, end_tokens: Collection[int]
+        self, request: GenerationRequest, end_tokens: Collection[int], tries: Tries
     ) -> ServedResponse:
-        """Return the response to one request, which each of ``end_tokens`` ends. RunError as
-        ``ask``, and for an answer of another form.
+        """Return the response to one request, which each of ``end_tokens`` ends, and whose ``tries``
+        are counted on all servers. Errors as ``ask``, and RunError for an answer of another form.
         """
+
+    async def resume(self) -> None:
+        """Let a server go on that has the weights in use and may be paused. Errors as ``ask``."""
+        return  # one that is never paused
+
+    async def go_on(self) -> str | None:
+        """Let a server go on that was left paused; return a sentence about it, None for one that is
+        not, or is out of reach. RunError for an answer of another form.
+        """
+        return None  # one that is never paused
 
     async def label_at(self, path: str) -> str:
         """Return the label of its weights that a server gives at a path. RunError as ``ask``, and
@@ -137,7 +183,11 @@ class Server(ABC):
         return label
 
     async def generate(
-        self, path: str, body: dict[str, Any], read: Callable[[Any], ServedResponse]
+        self,
+        path: str,
+        body: dict[str, Any],
+        read: Callable[[Any], ServedResponse],
+        tries: Tries,
     ) -> ServedResponse:
         """Return the response that ``read`` finds in the answer to a request. A server that has ended
         it itself has failed at it, and is asked again.
@@ -152,7 +202,7 @@ class Server(ABC):
 
         self.under_way += 1
         try:
-            return await self.patiently(path, attempt)
+            return await self.patiently(path, attempt, tries)
         finally:
             self.under_way -= 1
 
@@ -181,55 +231,66 @@ class Server(ABC):
     async def ask(self, method: str, path: str, body: object = None) -> Any:
         """Return a server's answer, as plain data; None for an empty one.
 
-        A server that is out of reach is asked again, for ``patience`` seconds. RunError, with the
-        server's words, where it refuses, fails three times, or stays out of reach.
+        A server that is out of reach is asked again, for ``patience`` seconds, unless another one
+        can stand in: that is an OutOfReachError. RunError, with the server's words, where it
+        refuses, fails three times, or stays out of reach.
         """
         return await self.patiently(path, lambda: self.ask_once(method, path, body))
 
-    async def patiently(self, path: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what ``attempt`` returns, which is called again while the server is out of reach.
+    async def patiently(
+        self,
+        path: str,
+        attempt: Callable[[], Awaitable[_T]],
+        tries: Tries | None = None,
+        *,
+        must_do_it: bool = False,
+    ) -> _T:
+        """Return what ``attempt`` returns, which is called again while the server is out of reach or
+        fails, as ``tries`` says, those before this one included.
 
-        A server that had it under way for longer than a connection takes was in reach until then:
-        its ``patience`` begins anew, so that two ends of a server during a long response are not
-        taken for one. It has failed at the request, though, as one that a request ends does.
+        OutOfReachError at once where another server ``can_stand_in``; for a failure only unless
+        this server ``must_do_it``, as it must load weights: the others would fail as well.
         """
-        pause = _FIRST_PAUSE
-        failures = 0
-        since: float | None = None
+        if tries is None:
+            tries = Tries()
         while True:
             asked = time.monotonic()
-            has_failed = True
+            moves = False
             try:
                 return await attempt()
             except OutOfReachError as error:
-                problem = str(error)
-                has_failed = time.monotonic() - asked > _CONNECT_SECONDS
-                if isinstance(error, SilentError):
-                    has_failed = False
-                if has_failed:
-                    since = None
-                    pause = _FIRST_PAUSE
+                problem = error
+                moves = self.can_stand_in()
+                if not isinstance(problem, SilentError):
+                    tries.note_end(time.monotonic() - asked)
             except _FailedError as error:
-                problem = str(error)
-                pause = max(pause, _PAUSE_OF_FAILED)
-            if has_failed:
-                failures += 1
-            if failures >= _FAILURES:
-                raise RunError(f"{self.url}{path}: it has failed {failures} times: {problem}")
-            now = time.monotonic()
-            if since is None:
-                since = now
-                self._warn(problem)
-            if now - since > self._patience:
-                raise RunError(
-                    f"{self.url}{path}: out of reach for {self._patience:g} seconds "
-                    f"(rollout.server.patience): {problem}; start the server and resume the run"
-                )
+                problem = OutOfReachError(str(error))
+                if not must_do_it:
+                    moves = self.can_stand_in()
+                tries.note_failure()
+            if tries.failures >= _FAILURES:
+                raise RunError(f"{self.url}{path}: it has failed {tries.failures} times: {problem}")
+            if not moves or isinstance(problem, SilentError):
+                self._check_patience(tries, path, problem)
+            if moves:
+                raise problem
             self._progress()
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            await asyncio.sleep(tries.pause)
+            tries.pause = min(2 * tries.pause, _LONGEST_PAUSE)
 
-    def _warn(self, problem: str) -> None:
+    def _check_patience(self, tries: Tries, path: str, problem: Exception) -> None:
+        """Raise RunError where a request has waited for ``patience`` seconds."""
+        now = time.monotonic()
+        if tries.since is None:
+            tries.since = now
+            self._warn(problem)
+        if now - tries.since > self._patience:
+            raise RunError(
+                f"{self.url}{path}: out of reach for {self._patience:g} seconds "
+                f"(rollout.server.patience): {problem}; start the server and resume the run"
+            )
+
+    def _warn(self, problem: Exception) -> None:
         """Say that the server is out of reach, once for all requests that notice it together."""
         now = time.monotonic()
         if now - self._warned > _LONGEST_PAUSE:
@@ -256,7 +317,7 @@ class Server(ABC):
         except TimeoutError as error:
             raise SilentError(str(error)) from error
         except OSError as error:
-            raise OutOfReachError(str(error)) from error
+            raise UnansweredError(str(error)) from error
         if response.code == 200:
             return plain(response, self.url)
         words = response.body.decode(errors="replace")[:SHOWN]

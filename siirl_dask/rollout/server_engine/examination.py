@@ -1,9 +1,12 @@
-"""Asks the servers that a configuration generates with what an engine asks them at its start."""
+"""Asks the servers that a configuration generates with what an engine asks them at its start, and
+lets them go on where a worker left them paused.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from siirl_dask.config import Config, Engine, ModelConfig, RolloutConfig
@@ -38,6 +41,35 @@ def examine_servers(config: Config) -> list[ExaminedServer]:
     return asyncio.run(_examine_all(config))
 
 
+def let_go_on(config: Config) -> list[str]:
+    """Let the servers of the configuration go on that were left paused; return a sentence about each.
+    Those out of reach are passed over. Takes a minute at most.
+    """
+    # in a thread of its own: a notebook's has an event loop that runs
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, _let_all_go_on(config)).result()
+
+
+async def _let_all_go_on(config: Config) -> list[str]:
+    asked = [
+        asyncio.create_task(_let_one_go_on(url, rollout))
+        for _, rollout in _engines(config)
+        for url in rollout.server.urls
+    ]
+    said = [await one for one in asked]
+    return [sentence for sentence in said if sentence is not None]
+
+
+async def _let_one_go_on(url: str, rollout: RolloutConfig) -> str | None:
+    server = server_at(url, _impatient(rollout), 1, lambda: None)
+    try:
+        return await server.go_on()
+    except SiirlError:
+        return None  # another server than vLLM's is there by now
+    finally:
+        server.close()
+
+
 async def _examine_all(config: Config) -> list[ExaminedServer]:
     asked = [
         asyncio.create_task(_examine(url, model, rollout))
@@ -60,9 +92,12 @@ def _engines(config: Config) -> Iterator[tuple[ModelConfig, RolloutConfig]]:
             yield model, rollout
 
 
+def _impatient(rollout: RolloutConfig) -> RolloutConfig:
+    return replace(rollout, server=replace(rollout.server, timeout=_PATIENCE))
+
+
 async def _examine(url: str, model: ModelConfig, rollout: RolloutConfig) -> ExaminedServer:
-    short = replace(rollout, server=replace(rollout.server, timeout=_PATIENCE))
-    server = server_at(url, short, 1, lambda: None)
+    server = server_at(url, _impatient(rollout), 1, lambda: None)
     try:
         found = await server.examine(patiently=False)
     except SiirlError as error:

@@ -12,7 +12,7 @@ from siirl_dask.config import Dtype, ModelConfig
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout.engine import GenerationRequest
 from siirl_dask.rollout.server_engine.answers import ServedResponse, read_sglang_answer
-from siirl_dask.rollout.server_engine.connection import SHOWN, Server, ServerFacts
+from siirl_dask.rollout.server_engine.connection import SHOWN, Server, ServerFacts, Tries
 from siirl_dask.rollout.server_engine.same_model import check_config, config_here
 from siirl_dask.rollout.sglang_engine.requests import sampling_params
 
@@ -29,6 +29,15 @@ _EXPECTED: Mapping[str, tuple[Any, str]] = {
 }
 """Arguments of the server by which its samples would be others, or none, with the value that they
 must have and the reason."""
+_AUTO = "auto"
+_FEWER_BITS: Mapping[str, tuple[Any, ...]] = {
+    "quantization": (None,),
+    "modelopt_quant": (None,),
+    "torchao_config": (None, ""),
+    "kv_cache_dtype": (_AUTO,),
+}
+"""Arguments with fewer bits than the trainer's, by which log-probs would be others, with the values
+that they may have; a release may not have one. Keys and values may have the model's number type."""
 _NOT_LOADED = 400
 """Status by which SGLang says that it has not loaded weights, or not forgotten the older ones' cache."""
 
@@ -49,6 +58,7 @@ class SglangServer(Server):
             longest = int(found["max_req_input_len"])
             settings = {name: found[name] for name in _EXPECTED}
             settings |= {"dtype": dtype, "enable_fp32_lm_head": found["enable_fp32_lm_head"]}
+            settings |= {name: found[name] for name in _FEWER_BITS if name in found}
             settings["model_path"] = path
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -73,6 +83,7 @@ class SglangServer(Server):
                     f"{expected!r}"
                 )
         dtype = self._settings["dtype"]
+        self._check_bits(self._settings, dtype)
         if model.dtype is not Dtype.auto and dtype != model.dtype:
             raise ConfigError(
                 f"{self.url}: its --dtype is {dtype}, and model.dtype is {model.dtype}; start it "
@@ -89,6 +100,20 @@ class SglangServer(Server):
             cure = f"start it with --model-path {model.path}"
             check_config(model.path, config, self.url, cure)
 
+    def _check_bits(self, settings: Mapping[str, Any], dtype: str) -> None:
+        """Raise ConfigError for weights, or keys and values, with fewer bits than the trainer's."""
+        for name, allowed in _FEWER_BITS.items():
+            found = settings.get(name, allowed[0])
+            if name == "kv_cache_dtype" and found == "bf16":
+                found = str(Dtype.bfloat16)
+            if name == "kv_cache_dtype":
+                allowed = (*allowed, dtype)
+            if found not in allowed:
+                raise ConfigError(
+                    f"{self.url}: its {_flag(name)} is {found!r:.60}: its log-probs follow from fewer "
+                    f"bits than the trainer's; start it without {_flag(name)}"
+                )
+
     async def label(self) -> str:
         """See ``Server``."""
         return await self.label_at("/model_info")
@@ -103,13 +128,15 @@ class SglangServer(Server):
         path = "/update_weights_from_disk"
         body = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
         answer = await self.patiently(
-            path, lambda: self.ask_once("POST", path, body, failures=(_NOT_LOADED,))
+            path,
+            lambda: self.ask_once("POST", path, body, failures=(_NOT_LOADED,)),
+            must_do_it=True,
         )
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise RunError(f"{self.url}: it could not load weights: {answer!r:.{SHOWN}}")
 
     async def respond(
-        self, request: GenerationRequest, end_tokens: Collection[int]
+        self, request: GenerationRequest, end_tokens: Collection[int], tries: Tries
     ) -> ServedResponse:
         """See ``Server``. ConfigError for sampling that SGLang cannot do with seeds."""
         body = {
@@ -121,6 +148,7 @@ class SglangServer(Server):
             "/generate",
             body,
             lambda found: read_sglang_answer(found, request, end_tokens, self.url),
+            tries,
         )
 
     def advice(self, code: int, path: str) -> str:

@@ -18,9 +18,11 @@ from siirl_dask.rollout.server_engine.connection import (
     OutOfReachError,
     Server,
     ServerFacts,
+    Tries,
     plain,
 )
 from siirl_dask.rollout.server_engine.same_model import check_config, check_overrides, config_here
+from siirl_dask.rollout.server_engine.vllm_settings import refusal_of
 from siirl_dask.rollout.vllm_engine.other_logprobs import (
     check_engine_length,
     check_logprobs_of_vllm,
@@ -53,12 +55,10 @@ class _VllmFacts:
     generation_config: str
     processors: tuple[str, ...]
     """Logits processors, which run on all requests."""
-    speculates: bool
-    """Whether it drafts tokens before it computes them."""
     overrides: Mapping[str, Any]
     """Keys of the model's config that it was started with other values of."""
-    keeps_keys: bool
-    """Whether keys and values go to places outside its cache, where those of older weights stay."""
+    refusal: str | None
+    """A further setting by which its samples would be others, with the cure; None: there is none."""
     config: Mapping[str, Any] | None = None
     """Config of its model; None where it does not say it."""
 
@@ -120,11 +120,8 @@ class VllmServer(Server):
                 f"{self._mode} and rollout.sampler=vllm"
             )
         self._check_processors(found.processors)
-        if found.speculates:
-            raise ConfigError(
-                f"{self.url}: it drafts tokens, and draws them in another way than a row's seed says; "
-                "start it without --speculative-config"
-            )
+        if found.refusal is not None:
+            raise ConfigError(f"{self.url}: {found.refusal}")
         if found.generation_config != "vllm":
             raise ConfigError(
                 f"{self.url}: its --generation-config is {found.generation_config}, by which "
@@ -150,16 +147,8 @@ class VllmServer(Server):
             )
 
     def _check_model(self, model: ModelConfig) -> None:
-        """Raise ConfigError for a server whose model takes the weights and computes otherwise, and
-        for one that has keys and values of older weights where nobody forgets them.
-        """
+        """Raise ConfigError for a server whose model takes the weights and computes otherwise."""
         found = self._facts
-        if found.keeps_keys:
-            raise ConfigError(
-                f"{self.url}: it has a place for keys and values outside its cache "
-                "(--kv-transfer-config, --kv-offloading-size), which would stay there when it gets "
-                "new weights; start it without"
-            )
         check_overrides(
             model.path,
             found.overrides,
@@ -196,12 +185,41 @@ class VllmServer(Server):
     async def _is_paused(self) -> bool:
         """Return whether a server says that it is paused; one that does not say it matters no more."""
         try:
-            response = await self.fetch("GET", "/is_paused", None)
+            return await self._says_paused()
         except OSError:
             return False
+
+    async def _says_paused(self) -> bool:
+        """Return whether a server says that it is paused. OSError as ``fetch``."""
+        response = await self.fetch("GET", "/is_paused", None)
         if response.code != 200:
             return False
         return bool(plain(response, self.url) == {"is_paused": True})
+
+    async def resume(self) -> None:
+        """See ``Server``."""
+        await self.ask("POST", "/resume")
+
+    async def go_on(self) -> str | None:
+        """Let a server go on that is paused; return a sentence about it, None for one that is not, or
+        is out of reach.
+
+        One that does not answer in time is perhaps still loading weights for a worker that is gone,
+        and does it afterwards.
+        """
+        try:
+            if not await self._says_paused():
+                return None
+        except TimeoutError:
+            await self._resumed()
+            return None
+        except OSError:
+            return None
+        state = await self._resumed()
+        return (
+            f"{self.url} was left paused, as by a worker that was killed while it loaded weights: "
+            f"{state}"
+        )
 
     def _check_head(self, model: ModelConfig) -> None:
         """Raise ConfigError for a server whose head computes in another number type than the
@@ -252,7 +270,9 @@ class VllmServer(Server):
             options = {"folder": str(folder)}
         begun = f"{LOADING}{label}"
         try:
-            await self.patiently("/collective_rpc", lambda: self._load(method, options, label))
+            await self.patiently(
+                "/collective_rpc", lambda: self._load(method, options, label), must_do_it=True
+            )
         except RunError as error:
             state = await self._resumed()
             raise RunError(
@@ -294,7 +314,7 @@ class VllmServer(Server):
         return f"it is perhaps still paused ({problem}): a run, or POST /resume, lets it go on"
 
     async def respond(
-        self, request: GenerationRequest, end_tokens: Collection[int]
+        self, request: GenerationRequest, end_tokens: Collection[int], tries: Tries
     ) -> ServedResponse:
         """See ``Server``. ConfigError for sampling whose log-probs the server does not report."""
         body = {
@@ -307,6 +327,7 @@ class VllmServer(Server):
             _GENERATE,
             body,
             lambda found: read_vllm_answer(found, request, end_tokens, self._mode, self.url),
+            tries,
         )
 
     def advice(self, code: int, path: str) -> str:
@@ -340,24 +361,24 @@ class VllmServer(Server):
             raise RuntimeError(f"{self.url} is not examined")
         return self._found
 
-    def _read(self, found: object) -> _VllmFacts:
+    def _read(self, found: Any) -> _VllmFacts:
         try:
-            config = found["vllm_config"]  # type: ignore[index]  # a TypeError is named below
+            config = found["vllm_config"]
             model = config["model_config"]
+            dtype = str(model["dtype"]).removeprefix("torch.")
             return _VllmFacts(
                 model=str(model["model"]),
                 logprobs_mode=str(model["logprobs_mode"]),
-                dtype=str(model["dtype"]).removeprefix("torch."),
+                dtype=dtype,
                 longest=int(model["max_model_len"]),
                 on_cpu=str(config["device_config"]["device"]) == "cpu",
                 has_extension=config["parallel_config"]["worker_extension_cls"] == EXTENSION,
                 generation_config=str(model["generation_config"]),
                 processors=_processors(model["logits_processors"]),
-                speculates=config["speculative_config"] is not None,
                 overrides=_mapping(model["hf_overrides"]),
-                keeps_keys=config["kv_transfer_config"] is not None,
+                refusal=refusal_of(found, dtype),
             )
-        except (KeyError, OverflowError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self.url}: it does not describe itself as a server of vLLM 0.32 does: "
                 f"{type(error).__name__}: {error}; for servers of SGLang give "

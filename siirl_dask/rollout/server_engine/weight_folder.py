@@ -75,10 +75,12 @@ class WeightFolder:
         return folder
 
     def keep_only(self, folder: Path) -> None:
-        """Remove all versions but the one in ``folder``."""
+        """Remove all versions but the one in ``folder``. What a server still reads, which was out of
+        reach, may stay on some file systems until the next time.
+        """
         for other in self._path.glob("version=*"):
             if other != folder:
-                shutil.rmtree(other)
+                shutil.rmtree(other, ignore_errors=True)
 
     def remove_of(self, engine: str) -> None:
         """Remove the folder of another engine, whose servers are this one's now. Any text is
