@@ -204,8 +204,17 @@ def understood(path: str, config: Mapping[str, Any], take: Callable[[Mapping[str
     except Exception as error:
         # transformers raises many kinds of errors for a config that it refuses
         raise ConfigError(
-            f"model.path={path!r}: its config.json cannot be read: {error}"
+            f"model.path={path!r}: its config.json cannot be read: {refusal(error)}"
         ) from error
+
+
+def refusal(error: Exception) -> str:
+    """Return what transformers says of a config that it refuses; of a KeyError, which has the key
+    alone, a sentence.
+    """
+    if isinstance(error, KeyError):
+        return f"transformers knows no {error}, or expects a value of that name"
+    return str(error)
 
 
 def _architecture(config: Mapping[str, Any]) -> Architecture | None:
