@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, said_by
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import open_model
 from siirl_dask.models.remote import reached
@@ -204,17 +204,8 @@ def understood(path: str, config: Mapping[str, Any], take: Callable[[Mapping[str
     except Exception as error:
         # transformers raises many kinds of errors for a config that it refuses
         raise ConfigError(
-            f"model.path={path!r}: its config.json cannot be read: {refusal(error)}"
+            f"model.path={path!r}: its config.json cannot be read: {said_by(error)}"
         ) from error
-
-
-def refusal(error: Exception) -> str:
-    """Return what transformers says of a config that it refuses; of a KeyError, which has the key
-    alone, a sentence.
-    """
-    if isinstance(error, KeyError):
-        return f"transformers knows no {error}, or expects a value of that name"
-    return str(error)
 
 
 def _architecture(config: Mapping[str, Any]) -> Architecture | None:

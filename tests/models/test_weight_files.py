@@ -203,7 +203,7 @@ def with_tensor(name):
         (
             {"rope_parameters": None, "rope_scaling": {"rope_type": "its_own"}},
             None,
-            "cannot be read: transformers knows no 'its_own', or expects a value",
+            "cannot be read: looked for 'its_own', and there is nothing of that name",
         ),
         ({}, without_projection, "q_proj.weight is not there"),
         ({}, packed_in(torch.float8_e4m3fn), "_proj.weight is F8_E4M3 where one of F32, BF16"),
