@@ -164,6 +164,13 @@ def clause(error: object) -> str:
     return text if text.endswith("..") else text.removesuffix(".")
 
 
+def said_by(error: BaseException) -> str:
+    """Return what an error says; of a KeyError, which has the key alone, a sentence."""
+    if isinstance(error, KeyError):
+        return f"looked for {error}, and there is nothing of that name"
+    return str(error)
+
+
 def is_of_collective(error: BaseException) -> bool:
     """Return whether a collective of torch.distributed raised an error, which has no type of its
     own: a rank is gone, or stands still.

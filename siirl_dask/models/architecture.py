@@ -15,7 +15,7 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, said_by
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import open_model
 from siirl_dask.models.remote import reached
@@ -207,7 +207,7 @@ def understood(path: str, config: Mapping[str, Any], take: Callable[[Mapping[str
     except Exception as error:
         # transformers raises many kinds of errors for a config that it refuses
         raise ConfigError(
-            f"model.path={path!r}: its config.json cannot be read: {error}"
+            f"model.path={path!r}: its config.json cannot be read: {said_by(error)}"
         ) from error
 
 

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, said_by
 from siirl_dask.models.cache import check_no_adapters
 from siirl_dask.models.rotary import pin_frequencies
 from siirl_dask.models.weight_names import tied_apart
@@ -118,7 +118,7 @@ def refused_by_name(path: str, subject: str) -> Iterator[None]:
         with no_progress_bars():
             yield
     except Exception as error:  # transformers raises anything from OSError to KeyError here
-        raise ConfigError(f"{subject}: transformers cannot load it: {error}") from error
+        raise ConfigError(f"{subject}: transformers cannot load it: {said_by(error)}") from error
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.architecture import read_config
+from siirl_dask.models.architecture import read_config, read_settings
 
 _LONGROPE = ("longrope", "su")  # its name in earlier configs
 DYNAMIC = "dynamic"
@@ -38,6 +38,9 @@ _WITH_TABLE = (
     "opt",
 )
 """``model_type`` of those that have a table of positions, behind which their kernels read."""
+_CHOOSES_BLOCKS = "minimax_m3"
+"""Beginning of the ``model_type`` of those whose tokens see a choice of blocks."""
+_SEES_ALL = "full_attention"
 _PLACES = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
@@ -92,20 +95,37 @@ def check_longest_row(model: ModelConfig, longest: int) -> None:
 
 
 def _check_sees_all(model: ModelConfig, longest: int) -> None:
-    """Raise ConfigError where a token sees ``index_topk`` of those before it (DeepSeek-V3.2,
-    GLM-5), and a row has more: tiny models of both were off by nats there, with padding.
+    """Raise ConfigError where a token sees a choice of those before it (DeepSeek-V3.2, GLM-5,
+    MiniMax-M3), and a row has more: tiny models of all three were off by nats there.
     """
-    config = read_config(model.path)
-    if config is None:
-        return
-    chosen = config.get("text_config", config).get("index_topk")
-    if isinstance(chosen, int) and longest > chosen:
+    chosen = _tokens_to_choose(model.path)
+    if chosen is not None and longest > chosen:
         raise ConfigError(
             f"model.path={model.path!r}: a token sees {chosen} of those before it, which an indexer "
-            "chooses (index_topk), and log-probs of longer rows are not those of transformers here: "
-            f"data.max_prompt_length + rollout.max_response_length is {longest}, expected at most "
-            f"{chosen}"
+            "chooses (index_topk, or index_topk_blocks), and log-probs of longer rows are not those "
+            "of transformers here: data.max_prompt_length + rollout.max_response_length is "
+            f"{longest}, expected at most {chosen}"
         )
+
+
+def _tokens_to_choose(path: str) -> int | None:
+    """Return the tokens of those before it that a token sees; None: all, or all in a window."""
+    config = read_config(path)
+    if config is None:
+        return None
+    chosen = config.get("text_config", config).get("index_topk")
+    if isinstance(chosen, int):
+        return chosen
+    if not str(config.get("model_type")).startswith(_CHOOSES_BLOCKS):
+        return None
+    settings = read_settings(path)  # published ones have the numbers under several names
+    if settings is None:
+        return None
+    text = settings.get_text_config()
+    if all(kind == _SEES_ALL for kind in text.layer_types):
+        return None
+    blocks: int = text.index_topk_blocks
+    return blocks * int(text.index_block_size)
 
 
 def _check_has_places(model: ModelConfig, longest: int) -> None:

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.context import Device
+from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import ModelUse, read_config
 from siirl_dask.models.cache import local_model, open_model
 from siirl_dask.models.remote import is_remote, reached, tag_of
@@ -33,6 +34,8 @@ PADDED = {
 }
 """Why rows are computed side by side with padding, and not packed, by ``model_type`` of
 ``config.json``."""
+REFUSED = ("recurrent_gemma",)
+"""``model_type`` of those whose log-probs no layout of rows gives."""
 GENERATED = (
     "bloom", "codegen", "diffllama", "doge", "falcon", "gpt_neo", "gptj", "llama4_text", "minimax", "mpt", "nemotron",
     "stablelm", "xglm",
@@ -87,6 +90,18 @@ def why_padded(path: str) -> str | None:
     if kind not in PADDED:
         return None
     return f"{kind}: {PADDED[kind]}"
+
+
+def check_has_layout(path: str) -> None:
+    """Raise ConfigError for a family whose log-probs no layout of rows gives, as a trainer would
+    find out when it builds the model in ``path``, and for a damaged ``config.json``.
+    """
+    kind = _kind_of_text(path)
+    if kind in REFUSED:
+        raise ConfigError(
+            f"model.path={path!r}: trainers do not compute the log-probs of {kind} as transformers "
+            "does, neither packed nor with padding; docs/models.md has the families that they do"
+        )
 
 
 def rows_note(path: str) -> str | None:

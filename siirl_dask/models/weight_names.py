@@ -61,7 +61,7 @@ def stored_parameters(model: PreTrainedModel, opened: Mapping[str, Any]) -> dict
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
     for name in sorted(opened, key=dot_natural_key):
-        renamed, pattern = rename_source_key(
+        renamed, pattern = _name_in_model(
             name, renamings, converters, model.base_model_prefix, there
         )
         if pattern is None or name in there:
@@ -235,8 +235,27 @@ def _as_parameters(
     there = dict.fromkeys(model.state_dict(), True)
     renamings, converters = _by_kind(get_model_conversion_mapping(model))
     for name in in_files:
-        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
+        renamed, _ = _name_in_model(name, renamings, converters, model.base_model_prefix, there)
         yield name, renamed, renamed in there or name in there
+
+
+def _name_in_model(
+    name: str,
+    renamings: list[WeightRenaming],
+    converters: list[WeightConverter],
+    prefix: str,
+    there: dict[str, bool],
+) -> tuple[str, str | None]:
+    """Return the name that ``from_pretrained`` gives a tensor of a file, and the pattern of the
+    converter that makes others of it; None: it is taken as it is.
+
+    A rule of names may be for others: DeepSeek-V4's last norm would get the name of one in a layer.
+    Where the model has nothing of the new name, and has the old one, that stays.
+    """
+    renamed, pattern = rename_source_key(name, renamings, converters, prefix, there)
+    if renamed not in there and name in there:
+        return rename_source_key(name, [], [], prefix, there)
+    return renamed, pattern
 
 
 class _Made:
@@ -301,7 +320,7 @@ def _renamed(
     renamings, converters = _by_kind(changes)
     found = {}
     for name in in_files:
-        renamed, converter = rename_source_key(name, renamings, converters, prefix, there)
+        renamed, converter = _name_in_model(name, renamings, converters, prefix, there)
         if converter is None:
             found[name] = renamed
     return found

@@ -35,7 +35,7 @@ from siirl_dask.models.architecture import (
 )
 from siirl_dask.models.longest_row import check_frequencies_are_pinned, check_longest_row
 from siirl_dask.models.packed_weights import check_not_packed
-from siirl_dask.models.planned_models import check_model, rows_note
+from siirl_dask.models.planned_models import check_has_layout, check_model, rows_note
 from siirl_dask.models.remote import is_remote
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes
@@ -130,6 +130,7 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
     spec = trainer_spec(trainer.backend)
     needed(spec.build_reference, trainer, "reference")
     check_not_packed(model.path)
+    check_has_layout(model.path)
     check_libraries(trainer, config)
     check_layout(trainer, model, len(workers))
     check_longest_row(model, _longest(config))
@@ -223,6 +224,7 @@ def _check_learner(
     images: ImagesConfig | None = options.get("images")
     spec = trainer_spec(trainer.backend)
     check_not_packed(model.path)
+    check_has_layout(model.path)
     check_libraries(trainer, config)
     check_layout(trainer, model, len(workers))
     check_longest_row(model, _longest(config))

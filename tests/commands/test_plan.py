@@ -200,6 +200,12 @@ def test_the_text_of_an_image_text_model_is_known_by_its_own_kind(tmp_path):
     )
 
 
+def test_a_family_that_no_trainer_computes_is_refused_before_the_start(capsys, digits, tmp_path):
+    write_config(tmp_path, {"model_type": "recurrent_gemma"})
+    said = refused(capsys, *digits, f"model.path={tmp_path}", "rollout.engine=transformers")
+    assert "trainers do not compute the log-probs of recurrent_gemma as transformers does" in said
+
+
 def test_rows_that_are_not_packed_are_refused_before_the_start_where_ranks_are_to_divide_them(
     capsys, digits, tmp_path
 ):

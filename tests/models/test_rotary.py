@@ -111,15 +111,35 @@ def test_frequencies_that_are_the_same_for_all_rows_are_no_limit(config, tmp_pat
         assert engine_length(model) is None
 
 
-@pytest.mark.parametrize("part", [{}, {"text_config": {"index_topk": 32}}])
-def test_rows_longer_than_what_an_indexer_chooses_of_are_refused(part, tmp_path):
-    """DeepSeek-V3.2 and GLM-5."""
-    config = part or {"model_type": "deepseek_v32", "index_topk": 32}
+BLOCKS = {"index_block_size": 8, "index_topk_blocks": 4}
+SPARSE = {"model_type": "minimax_m3_vl_text", "num_hidden_layers": 2}
+PUBLISHED = {"sparse_block_size": 8, "sparse_topk_blocks": 4, "sparse_attention_freq": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "deepseek_v32", "index_topk": 32},
+        {"model_type": "glm5", "text_config": {"index_topk": 32}},
+        {**SPARSE, **BLOCKS, "layer_types": ["full_attention", "minimax_m3_sparse"]},
+        {
+            "model_type": "minimax_m3_vl",
+            "text_config": {**SPARSE, "sparse_attention_config": PUBLISHED},
+        },
+    ],
+)
+def test_rows_longer_than_what_an_indexer_chooses_of_are_refused(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = ModelConfig(path=str(tmp_path))
     check_longest_row(model, 32)
     with pytest.raises(ConfigError, match=r"a token sees 32 .* is 33, expected at most 32"):
         check_longest_row(model, 33)
+
+
+def test_layers_that_all_see_all_tokens_are_no_limit_where_others_could_choose_blocks(tmp_path):
+    layers = ["full_attention", "full_attention"]
+    (tmp_path / "config.json").write_text(json.dumps({**SPARSE, **BLOCKS, "layer_types": layers}))
+    check_longest_row(ModelConfig(path=str(tmp_path)), 10**6)
 
 
 @pytest.mark.parametrize(

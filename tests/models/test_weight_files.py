@@ -201,6 +201,11 @@ def with_tensor(name):
         ({"tie_word_embeddings": False}, None, f"describes: {HEAD} is not there$"),
         ({"head_dim": None}, None, "config.json cannot be read: .*head_dim"),
         ({"torch_dtype": "auto", "dtype": None}, None, "config.json cannot be read: .*auto"),
+        (
+            {"rope_parameters": None, "rope_scaling": {"rope_type": "its_own"}},
+            None,
+            "cannot be read: looked for 'its_own', and there is nothing of that name",
+        ),
         ({}, without_projection, "q_proj.weight is not there"),
         ({}, packed_in(torch.float8_e4m3fn), "_proj.weight is F8_E4M3 where one of F32, BF16"),
         ({}, packed_in(torch.int8), "_proj.weight is I8 where one of F32.* no quantization_config"),

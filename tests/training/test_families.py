@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from siirl_dask.algorithms import policy_loss, ppo_clip
 from siirl_dask.config import Backend, Dtype, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
@@ -23,6 +23,7 @@ from siirl_dask.models import broken_imports
 from siirl_dask.models.architecture import empty_model, read_config
 from siirl_dask.models.loading import correct_modules
 from siirl_dask.models.planned_models import GENERATED, PADDED
+from siirl_dask.models.planned_models import REFUSED as UNCOMPUTED
 from siirl_dask.models.shapes import weight_shapes
 from siirl_dask.models.weight_files import check_weights
 from siirl_dask.models.weight_names import lacking
@@ -30,6 +31,7 @@ from siirl_dask.rollout.transformers_engine.decoding import decode, use_decoding
 from siirl_dask.rollout.transformers_engine.engine import TransformersEngine
 from siirl_dask.rollout.transformers_engine.plain_generate import check_generate, generate
 from siirl_dask.rollout.weight_loading import WeightLoader
+from siirl_dask.tasks.tiny_model import tiny_tokenizer
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.reference_model import response_logprobs
 from siirl_dask.testing.rows import grouped_rows, split_rows
@@ -41,7 +43,7 @@ from siirl_dask.training.model.trial import _warn_once
 from siirl_dask.training.packing import micro_batches
 from siirl_dask.training.parallel.dtensor import full_tensor
 from tests.settings import trainer_config
-from tests.training.families import FAMILIES, REFUSED, written
+from tests.training.families import FAMILIES, REFUSED, SIZES, TOKENS, written
 
 ROOT = Path(__file__).parents[2]
 QUICK = (
@@ -395,7 +397,19 @@ def test_what_neither_trainer_nor_engine_computes_rightly_is_refused_by_name(nam
         TransformersEngine(ModelConfig(path=str(tmp_path)))
 
 
+def test_a_model_that_transformers_builds_and_cannot_run_is_refused_by_name(tmp_path):
+    """Four heads cannot share the keys of three."""
+    settings = {**TOKENS, **SIZES, "num_key_value_heads": 3}
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**settings)).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"log-probs of LlamaForCausalLM .* own passes fail"):
+        trainer_of(tmp_path)
+    with pytest.raises(ConfigError, match="own over LlamaForCausalLM fail: RuntimeError"):
+        TransformersEngine(ModelConfig(path=str(tmp_path)))
+
+
 def test_what_a_plan_says_of_rows_and_loops_is_what_the_trials_of_these_families_find():
+    assert {*UNCOMPUTED} == {family.kind for family in REFUSED.values()}
     assert {*PADDED} == {family.kind for family in FAMILIES.values() if family.rows == "padded"}
     assert {*GENERATED} == {
         family.kind for family in FAMILIES.values() if family.loop == "generate"

@@ -16,6 +16,7 @@ from siirl_dask.config import Config, Dtype, LoraConfig, ModelConfig, TrainerCon
 from siirl_dask.errors import ConfigError
 from siirl_dask.models import adapter_folder
 from siirl_dask.models.cache import FOLDER
+from siirl_dask.models.weight_files import check_weights
 from siirl_dask.rollout.weight_loading import WeightLoader
 from siirl_dask.runs.export import write_folder
 from siirl_dask.tasks.tiny_model import tiny_model, tiny_tokenizer
@@ -51,6 +52,25 @@ FAMILIES = {
     "phi3": ("phi3", {}),
     "glm4_moe": ("glm4_moe", {"head_dim": 16, **ROUTED, **GROUPS}),
     "deepseek_v3": ("deepseek_v3", {**ROUTED, **GROUPS, **LATENT}),
+    "deepseek_v4": (
+        "deepseek_v4",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "q_lora_rank": 16,
+            "o_lora_rank": 16,
+            "o_groups": 2,
+            "hc_mult": 2,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "partial_rotary_factor": 0.5,
+            "layer_types": ["sliding_attention", "compressed_sparse_attention"],
+            "mlp_layer_types": ["moe", "moe"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+    ),
 }
 TOKENS = torch.randint(0, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
 
@@ -68,9 +88,10 @@ def random_model(folder, family):
         "num_attention_heads": 4,
         "num_key_value_heads": 2 if "kv_lora_rank" not in options else 4,
     }
-    config = CONFIG_MAPPING[kind](
-        **sizes, **heads, **options, pad_token_id=0, eos_token_id=1, bos_token_id=1
-    )
+    settings = sizes | heads | options
+    if kind == "deepseek_v4":
+        del settings["intermediate_size"]  # another name of its experts' width
+    config = CONFIG_MAPPING[kind](**settings, pad_token_id=0, eos_token_id=1, bos_token_id=1)
     draw = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -96,6 +117,7 @@ def logits(folder):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_comes_back_with_the_bases_names_and_buffers(family, tmp_path):
     model = random_model(tmp_path / "base", family)
+    check_weights(str(tmp_path / "base"))
     learned = {name: 1.5 * parameter.detach() for name, parameter in model.named_parameters()}
     buffers = weight_buffers(str(tmp_path / "base"))
     (tmp_path / "out").mkdir()
@@ -106,7 +128,7 @@ def test_every_family_comes_back_with_the_bases_names_and_buffers(family, tmp_pa
     assert torch.equal(logits(tmp_path / "out"), expected)
     assert names_in(tmp_path / "out") == names_in(tmp_path / "base")
     check_export(tmp_path / "out", learned, str(tmp_path / "base"), Dtype.float32)
-    assert bool(buffers) is (family in ("gemma4", "glm4_moe", "deepseek_v3"))
+    assert bool(buffers) is (family in ("gemma4", "glm4_moe", "deepseek_v3", "deepseek_v4"))
 
 
 def image_text_model(folder, kind="qwen3_5", wide=False):

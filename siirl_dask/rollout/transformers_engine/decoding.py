@@ -224,12 +224,12 @@ def use_decoding(model: PreTrainedModel) -> bool:
     before = attention_of_text(model, None)
     # transformers' sdpa leaves soft caps out
     model.set_attn_implementation(attention_of_text(model, EAGER))
-    plain = [
-        model(torch.tensor([row], device=model.device), use_cache=False).logits[0, -2:].float()
-        for row in rows
-    ]
-    expected = torch.stack(plain, dim=1)
     try:
+        plain = [
+            model(torch.tensor([row], device=model.device), use_cache=False).logits[0, -2:].float()
+            for row in rows
+        ]
+        expected = torch.stack(plain, dim=1)
         model.set_attn_implementation(attention_of_text(model, PROBE))
         Decoder(model, [row[:-1] for row in rows], pad_token=0).logits()
         model.set_attn_implementation(attention_of_text(model, DECODING))

@@ -61,7 +61,31 @@ def generate(
 @torch.inference_mode()
 def check_generate(model: PreTrainedModel, path: str) -> None:
     """Raise ConfigError where ``generate`` has other log-probs than plain passes of the model: rows
-    of unequal lengths are side by side there, and some models take the padding for tokens.
+    of unequal lengths are side by side there, and some models take the padding for tokens. So is a
+    model that transformers builds of its config.json, and cannot run.
+    """
+    try:
+        found, expected = _trial_logprobs(model)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:  # models are written in many ways
+        raise ConfigError(
+            f"model.path={path!r}: passes of transformers' own over {type(model).__name__} fail: "
+            f"{type(failure).__name__}: {failure}; is its config.json that of its makers?"
+        ) from failure
+    error = float((found - expected.log_softmax(-1)).abs().max())
+    if error > rounding(expected, model.dtype):
+        raise ConfigError(
+            f"model.path={path!r}: transformers' generate gives {type(model).__name__} log-probs "
+            f"that are off by {error:.2g} in a batch of prompts of unequal lengths; take "
+            f"{alternatives('transformers', lambda able: Sampler.exact in able.samplers)}, or "
+            "another model"
+        )
+
+
+def _trial_logprobs(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Return log-probs of ``generate`` and logits of plain passes, for two tokens after each
+    prompt of a trial. [n, 2, V] each.
     """
     prompts = trial_rows(model)
     vocabulary: list[Tensor] = []
@@ -80,20 +104,11 @@ def check_generate(model: PreTrainedModel, path: str) -> None:
         pad_token=0,
         choose=likeliest,
     )
-    found = torch.stack(vocabulary, dim=1)
     plain = []
     for prompt, first in zip(prompts, tokens[:, 0].tolist(), strict=True):
         whole = torch.tensor([[*prompt, first]], device=model.device)
         plain.append(model(whole, use_cache=False).logits[0, -2:].float())
-    expected = torch.stack(plain)
-    error = float((found - expected.log_softmax(-1)).abs().max())
-    if error > rounding(expected, model.dtype):
-        raise ConfigError(
-            f"model.path={path!r}: transformers' generate gives {type(model).__name__} log-probs "
-            f"that are off by {error:.2g} in a batch of prompts of unequal lengths; take "
-            f"{alternatives('transformers', lambda able: Sampler.exact in able.samplers)}, or "
-            "another model"
-        )
+    return torch.stack(vocabulary, dim=1), torch.stack(plain)
 
 
 class _Cut(StoppingCriteria):

@@ -282,8 +282,13 @@ class Network(nn.Module):
         self._plain_attention = decoder.config._attn_implementation
         decoder.set_attn_implementation(EAGER)  # transformers' sdpa leaves soft caps out
         routes = RecordedRoutes(self.modules())
-        with routes.recorded():
-            expected = torch.cat(list(self._plain_outputs(rows)))
+        try:
+            with routes.recorded():
+                expected = torch.cat(list(self._plain_outputs(rows)))
+        except torch.OutOfMemoryError:
+            raise
+        except _UNFIT as failure:
+            return Trial(None, [f"its own passes fail there ({failure})"])
         operators = settle(operators, self.modules(), self.device)
         ligers = [operator for operator, library in operators.items() if library == LIGER]
         if ligers:
