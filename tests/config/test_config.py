@@ -284,7 +284,11 @@ REFUSED = [
     ("run: {name: ..}", [], ["run.name='..': expected the name of a folder below runs/"]),
     ("run: {name: a/../../b}", [], ["run.name='a/../../b': expected the name of a folder"]),
     ("run: {name: ''}", [], ["run.name='': expected the name of a folder"]),
-    ("", ["validation.every=0"], ["override 'validation.every=0': validation.every=0: expected at"]),
+    (
+        "",
+        ["validation.every=0"],
+        ["override 'validation.every=0': validation.every=0: expected at"],
+    ),
     ("", ["critic.lr=0"], ["override 'critic.lr=0': critic.lr=0.0: expected more than 0"]),
     ("run: {name: [x]}", [], ["run.name=['x']: expected a text (str)"]),
     ("trainer: {lr: fast}", [], ["trainer.lr='fast': expected a number (float)"]),
@@ -513,7 +517,14 @@ folder_names = words.filter(lambda name: {"", ".", ".."}.isdisjoint(name.split("
 
 
 @settings(max_examples=50, deadline=None)
-@given(folder_names, words, st.floats(1e-12, 1e3), st.integers(0, 2**62), st.booleans(), st.none() | words)
+@given(
+    folder_names,
+    words,
+    st.floats(1e-12, 1e3),
+    st.integers(0, 2**62),
+    st.booleans(),
+    st.none() | words,
+)
 def test_dump_loads_back_equal(tmp_path_factory, name, path, lr, seed, progress, address):
     config = Config()
     config.run = RunConfig(name=name, seed=seed)
