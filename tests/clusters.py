@@ -7,10 +7,11 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
 
 import dask
-from distributed import LocalCluster
+from distributed import LocalCluster, Scheduler
 
 from siirl_dask.worker.process.fork_server import START_METHOD, prepare_processes
 
@@ -24,6 +25,12 @@ fifth of a core."""
 
 LOST = {"distributed.deploy.lost-worker-timeout": "1 day"}
 """Or Dask closes a nanny whose worker died 15 s ago, if it has just died once more."""
+
+
+IDLE_HEARTBEAT = 1.5
+"""Seconds between two heartbeats of a worker while nobody uses its cluster: half a second, as Dask
+has it, costs four workers and their scheduler a fiftieth of a core. Below every ``peer_timeout``
+of tests."""
 
 
 @contextmanager
@@ -49,6 +56,20 @@ def local_cluster(
         ) as cluster,
     ):
         yield cluster
+
+
+def beat_seldom_when_idle(scheduler: Scheduler) -> None:
+    """Have workers send fewer heartbeats while no client is connected."""
+    beat = scheduler.handlers["heartbeat_worker"]
+
+    @wraps(beat)
+    def beat_seldom(**message):
+        answer = beat(**message)
+        if scheduler.clients.keys() <= {"fire-and-forget"}:
+            answer["heartbeat-interval"] = IDLE_HEARTBEAT
+        return answer
+
+    scheduler.handlers["heartbeat_worker"] = beat_seldom
 
 
 def announced_address(file: Path, scheduler: subprocess.Popen) -> str:

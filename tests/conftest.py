@@ -212,9 +212,10 @@ def store_url(request, tmp_path):
 @pytest.fixture(scope="session")
 def shared_cluster():
     """Four worker processes on this machine."""
-    from tests.clusters import local_cluster
+    from tests.clusters import beat_seldom_when_idle, local_cluster
 
     with local_cluster(4) as cluster:
+        beat_seldom_when_idle(cluster.scheduler)
         yield cluster
 
 

@@ -179,7 +179,7 @@ class _Following:
 
     def _open(self):
         if self._file is None:
-            self._file = self._path.open()
+            self._file = self._path.open(errors="backslashreplace")
         return self._file
 
 

@@ -112,3 +112,16 @@ def test_it_is_on_a_host_of_the_lab_also_of_one_who_is_not_root(user, tmp_path, 
     with Lab(1) as lab:
         program = ForkedProgram(["-c", WHERE], None, tmp_path / "output", host=lab.hosts[0])
         assert program.communicate(60)[0] == f"host0 {lab.hosts[0].address}\n"
+
+
+def test_workers_need_not_import_what_all_of_them_use(tmp_path):
+    """Each import after the fork is paid for by every worker: pandas, half a second, is pyarrow's
+    for the first list that it makes an array of.
+    """
+    needed = ["pandas", "distributed.http.worker.prometheus.core", "siirl_dask.training.policy"]
+    code = (
+        "import sys; print([name for name in sys.argv[1:] if name not in sys.modules])\n"
+        "from siirl_dask.worker.process.report import code_digest\n"
+        "print(code_digest.cache_info().currsize)"
+    )
+    assert run_forked("-c", code, *needed, folder=tmp_path).stdout == "[]\n1\n"

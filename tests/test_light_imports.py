@@ -107,10 +107,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import transformers.modeling_utils
 
-for module in ("transformers.generation.candidate_generator", "transformers.loss.loss_utils"):
+asking = ("transformers.generation.candidate_generator", "transformers.loss.loss_utils")
+for module in (*asking, "accelerate.commands.config.sagemaker"):
     assert module in sys.modules, "the names of the modules that would import them"
 loaded = {name.partition(".")[0] for name in sys.modules}
-assert not loaded & {"sklearn", "scipy"}, "a second each"
+assert find_spec("boto3") is not None, "moto brings it"
+assert not loaded & {"sklearn", "scipy", "boto3"}, "half a second each and more"
+from transformers.utils import import_utils
+
+structures = import_utils.create_import_structure_from_path.cache_info()
+assert structures.misses == structures.currsize > 128, "half a second, for folders that are read twice"
+found = import_utils.PACKAGE_DISTRIBUTION_MAPPING
+assert "_all" not in vars(found), "half a second, for the files of all that is installed"
+assert found["torch"] == ["torch"]
+from importlib.metadata import packages_distributions
+
+assert dict(found) == dict(packages_distributions())
+assert (found["PIL"], found.get("no_such_package", [])) == (["pillow"], [])
 if find_spec("sklearn") is not None:
     import sklearn.metrics  # rewards may use it
 """
@@ -139,7 +152,7 @@ def test_no_module_of_a_worker_imports_duckdb():
     assert int(done.stdout.splitlines()[-1]) > 150
 
 
-def test_no_start_imports_pandas_or_scikit_learn_which_take_half_a_second_and_a_whole_one():
+def test_no_start_imports_or_reads_what_it_does_not_need_for_half_a_second_each():
     done = python(WITHOUT_PANDAS, *STARTS)
     assert done.returncode == 0, done.stderr[-3000:]
 

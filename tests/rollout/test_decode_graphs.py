@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -64,10 +64,13 @@ class Recorded(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
-        self.calls.append(
-            (function, tree_map(self.where, arguments), tree_map(self.where, options or {}), result)
-        )
-        self.made |= {id(each) for each in tree_leaves(result)}
+        given, shape = tree_flatten((arguments, options or {}))
+        # to put lists and options together takes as long again as the call
+        if not options and not any(isinstance(each, list | tuple) for each in arguments):
+            shape = None
+        results = tree_leaves(result)
+        self.calls.append((function, list(map(self.where, given)), shape, results))
+        self.made |= {id(each) for each in results}
         return result
 
     def where(self, each):
@@ -76,13 +79,14 @@ class Recorded(TorchDispatchMode):
 
     def replay(self):
         made = {}
-
-        def now(each):
-            return made.get(id(each), each) if torch.is_tensor(each) else each
-
-        for function, arguments, options, before in self.calls:
-            result = function(*tree_map(now, arguments), **tree_map(now, options))
-            for old, new in zip(tree_leaves(before), tree_leaves(result), strict=True):
+        for function, given, shape, before in self.calls:
+            now = [made.get(id(each), each) for each in given]
+            if shape is None:
+                result = function(*now)
+            else:
+                arguments, options = tree_unflatten(now, shape)
+                result = function(*arguments, **options)
+            for old, new in zip(before, tree_leaves(result), strict=True):
                 made[id(old)] = new
 
 

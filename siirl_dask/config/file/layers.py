@@ -294,7 +294,8 @@ def _replace_at(values: Any, names: Sequence[str], change: Callable[[Any], Any])
         values[last] = change(values[last])
 
 
-def _lines(text: str) -> dict[tuple[str, str | int | None], int]:
+@lru_cache(maxsize=64)
+def _lines(text: str) -> Mapping[tuple[str, str | int | None], int]:
     """Return the lines, from 1, of groups and parts of the DAG, and of each key, role and node in
     them.
     """

@@ -6,5 +6,8 @@ to go through them, and copy the pages that the workers share.
 
 import gc
 
+from siirl_dask.worker.process.report import report
+
+report()  # each worker is asked for it: it reads all files of this package
 gc.collect()
 gc.freeze()

@@ -19,8 +19,11 @@ _IMPORTED = [
     "siirl_dask.rollout.transformers_engine.engine",
     "siirl_dask.training.files.checkpoint",
     "siirl_dask.training.parallel.fsdp",
+    "siirl_dask.training.policy",
     "siirl_dask.worker.dag_worker",
     "distributed.nanny",
+    "distributed.http.worker.prometheus",
+    "pandas",  # where it is installed, pyarrow imports it for the first list that becomes an array
     "siirl_dask.worker.process._freeze",
 ]
 
