@@ -120,8 +120,9 @@ def test_a_sampled_token_of_an_image_is_scored_as_plain_transformers_scores_it(n
     assert_close(trainer.logprobs(rows()).logprobs, expected_of(model), atol=1e-5, rtol=1e-5)
 
 
-def test_ranks_that_share_the_parameters_score_it_so_too(tmp_path):
-    model = written(tmp_path / "model", "gemma4 with embeddings of each layer")
+@pytest.mark.parametrize("name", ["gemma4 with embeddings of each layer", "ernie4_5_vl_moe"])
+def test_ranks_that_share_the_parameters_score_it_so_too(name, tmp_path):
+    model = written(tmp_path / "model", name)
     (tmp_path / "ranks").mkdir()
     for found in run_ranks(2, partial(_scores, str(tmp_path / "model")), tmp_path / "ranks"):
         assert_close(found, expected_of(model), atol=1e-5, rtol=1e-5)

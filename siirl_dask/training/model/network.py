@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from siirl_dask.config import OptimizerName, TrainerConfig, VisionPart
 from siirl_dask.devices import accelerator
 from siirl_dask.devices.operators import AUTO, FLASH, FLEX, LIGER, REFERENCE, TORCH
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.head import head_output
 from siirl_dask.models.spans import EAGER
@@ -109,6 +109,8 @@ class Network(nn.Module):
         self._head_output = head_output(model.config.get_text_config())
         self.layout = RowLayout.packed
         """How rows are computed; known once ``find_row_layout`` has tried."""
+        self.longest_packed: int | None = None
+        """Tokens of a row beyond which packed attention is not the model's; None: no limit."""
         self.mixers = 0
         """Layers that carry a state along a row; known then as well."""
         self._packed_alone = inputs is not None  # images and routes are laid out for packed rows
@@ -387,8 +389,15 @@ class Network(nn.Module):
 
     def _packed_hidden(self, batch: MicroBatch, ids: Tensor) -> Tensor:
         """Compute last hidden states, [T, D], in one pass over all rows. A mask or a cache would
-        silently mix the rows (log-probs off by 0.5).
+        silently mix the rows (log-probs off by 0.5). DataError for a row that is too long for it.
         """
+        longest = max((length for _, length in batch.runs), default=0)
+        if self.longest_packed is not None and longest > self.longest_packed:
+            raise DataError(
+                f"a row has {longest} tokens, expected at most {self.longest_packed}: a token of "
+                "this model sees as many of those before it, which an indexer chooses (index_topk, "
+                "or index_topk_blocks), and log-probs of longer rows are not those of transformers"
+            )
         device = self.device
         ids = self._replaced.applied(ids)
         inputs: dict[str, Any] = {"input_ids": ids}

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from siirl_dask.config import ModelConfig
 from siirl_dask.devices.operators import REFERENCE, TORCH
 from siirl_dask.errors import ConfigError
 from siirl_dask.images import Image
 from siirl_dask.images.noise import noise
+from siirl_dask.models.longest_row import check_sees_all, tokens_to_choose
 from siirl_dask.models.spans import trial_length
 from siirl_dask.training.batch_images import ImageInputs
 from siirl_dask.training.model.row_layout import RowLayout
@@ -184,10 +186,16 @@ def plain_outputs(
         yield outputs[0, prompt - 1 : -1]
 
 
-def use_row_layout(network: Network, path: str, operators: Mapping[str, str] = REFERENCE) -> None:
+def use_row_layout(
+    network: Network,
+    path: str,
+    operators: Mapping[str, str] = REFERENCE,
+    longest_row: int | None = None,
+) -> None:
     """Let the network compute packed rows with the library of each operator, or rows in another
     layout, with a warning, where that does not give the logits of the model itself. ConfigError if
-    no layout does.
+    no layout does, and where packed rows of up to ``longest_row`` tokens, None if that is not
+    known, would be too long for it.
 
     A model may compute more than this network (a bias of positions, a mask of its own), and
     training on numbers other than the sampled ones would go unnoticed.
@@ -208,7 +216,11 @@ def use_row_layout(network: Network, path: str, operators: Mapping[str, str] = R
             f"model.path={path!r}: this trainer does not compute the log-probs of {name}{kernels} "
             f"as transformers does: {reasons}; docs/models.md has the families that it does"
         )
-    if trial.layout is not RowLayout.packed:
+    if trial.layout is RowLayout.packed:
+        network.longest_packed = tokens_to_choose(path)
+        if longest_row is not None:
+            check_sees_all(ModelConfig(path=path), longest_row)
+    else:
         _warn_once(name, trial.layout, trial.failures[0])
 
 
