@@ -10,7 +10,7 @@ mixtures, and of the families that took them over.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,21 @@ def joined(opened: Mapping[str, Any]) -> dict[str, Any]:
                 sources.append(tuple((opened[name], name) for name in own))
             rest[f"{experts}.{parameter}"] = _Joined(tuple(sources))
     return rest
+
+
+def apart_where(unfit: Callable[[str], bool], opened: Mapping[str, Any]) -> dict[str, Any]:
+    """Return open files by parameter, as ``joined`` does, but by tensor where a joined parameter's
+    name is ``unfit``.
+
+    Those of ERNIE-4.5-VL are of two mixtures, of text and of images, which are parameters apart.
+    """
+    found: dict[str, Any] = {}
+    for name, file in opened.items():
+        if isinstance(file, _Joined) and unfit(name):
+            found |= {own: part for parts in file.sources for part, own in parts}
+        else:
+            found[name] = file
+    return found
 
 
 @dataclass(frozen=True, slots=True)

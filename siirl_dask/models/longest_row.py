@@ -73,7 +73,7 @@ def check_longest_row(model: ModelConfig, longest: int) -> None:
     ``longest`` is the longest row of the run. Does nothing without a ``config.json`` at
     ``model.path``.
     """
-    _check_sees_all(model, longest)
+    check_sees_all(model, longest)
     _check_has_places(model, longest)
     for found in following(model.path):
         subject = found.subject(model)
@@ -94,11 +94,12 @@ def check_longest_row(model: ModelConfig, longest: int) -> None:
             )
 
 
-def _check_sees_all(model: ModelConfig, longest: int) -> None:
+def check_sees_all(model: ModelConfig, longest: int) -> None:
     """Raise ConfigError where a token sees a choice of those before it (DeepSeek-V3.2, GLM-5,
-    MiniMax-M3), and a row has more: tiny models of all three were off by nats there.
+    MiniMax-M3), and the ``longest`` row of a run has more: tiny models of all three were off by
+    nats there.
     """
-    chosen = _tokens_to_choose(model.path)
+    chosen = tokens_to_choose(model.path)
     if chosen is not None and longest > chosen:
         raise ConfigError(
             f"model.path={model.path!r}: a token sees {chosen} of those before it, which an indexer "
@@ -108,7 +109,7 @@ def _check_sees_all(model: ModelConfig, longest: int) -> None:
         )
 
 
-def _tokens_to_choose(path: str) -> int | None:
+def tokens_to_choose(path: str) -> int | None:
     """Return the tokens of those before it that a token sees; None: all, or all in a window."""
     config = read_config(path)
     if config is None:

@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.experts import joined
+from siirl_dask.models.experts import apart_where, joined
 
 if TYPE_CHECKING:
     from siirl_dask.models.shapes import StoredTensor
@@ -60,10 +60,16 @@ def stored_parameters(model: PreTrainedModel, opened: Mapping[str, Any]) -> dict
     by_pattern = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
+    named = partial(
+        _name_in_model,
+        renamings=renamings,
+        converters=converters,
+        prefix=model.base_model_prefix,
+        there=there,
+    )
+    opened = apart_where(lambda name: named(name)[0] not in there, opened)
     for name in sorted(opened, key=dot_natural_key):
-        renamed, pattern = _name_in_model(
-            name, renamings, converters, model.base_model_prefix, there
-        )
+        renamed, pattern = named(name)
         if pattern is None or name in there:
             found[name if pattern is not None else renamed] = (name, opened[name])
             continue

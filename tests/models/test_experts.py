@@ -5,9 +5,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.weight_files import open_weights
+from siirl_dask.models.weight_files import check_weights, open_weights
+from siirl_dask.models.weight_names import read_stored, stored_parameters
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.reference_model import load_model
+from tests.training.test_placeholders import written
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +40,26 @@ def test_a_folder_that_lacks_a_part_of_an_expert_is_refused_by_its_name(tmp_path
         match=r"layers\.1\.mlp\.experts of 4 experts: the files lack .*\(2, 'up_proj'\)",
     ):
         open_weights(str(tmp_path))
+
+
+def test_experts_of_which_a_model_has_two_parameters_are_read_into_both_and_none_is_called_lacking(
+    tmp_path,
+):
+    """ERNIE-4.5-VL's files number experts of text and those of images, which are narrower, as one."""
+    model = written(tmp_path, "ernie4_5_vl_moe")
+    check_weights(str(tmp_path))
+    stored = stored_parameters(model, open_weights(str(tmp_path)))
+    parameters = dict(model.named_parameters())
+    experts = {name for name in parameters if ".experts." in name}
+    assert len(experts) == 4
+    for name, parameter in parameters.items():
+        assert torch.equal(read_stored(stored[name]), parameter), name
+    files = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in files.items() if ".experts.7." not in name},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(
+        ConfigError, match=r"vision_moe\.experts\.\S+ has shape \[3, .* where \[4, "
+    ):
+        check_weights(str(tmp_path))

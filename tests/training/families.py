@@ -383,13 +383,32 @@ REFUSED = {
     )
 }
 """Families whose log-probs no layout of rows gives."""
+CHOSEN = 96
+CHOOSING = {
+    "minimax_m3_vl_text": Family(
+        "minimax_m3_vl_text",
+        {
+            **LOCAL, "head_dim": 16, "index_block_size": 8, "index_topk_blocks": CHOSEN // 8, "index_n_heads": 2,
+            "index_head_dim": 16, "index_local_blocks": 1, "layer_types": ["full_attention", "minimax_m3_sparse"],
+        },
+    ),
+    "deepseek_v32": Family(
+        "deepseek_v32",
+        {
+            **LATENT, **ROUTED, "index_topk": CHOSEN, "index_n_heads": 2, "index_head_dim": 16,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        rows="padded",
+    ),
+}  # fmt: skip
+"""Families whose tokens see ``CHOSEN`` of those before them."""
 
 
 def written(folder, name):
     """Write the model of a family, and return it; its attention is far from uniform, and no weight
     is 0 or 1, so that each has a part in every log-prob.
     """
-    family = {**FAMILIES, **REFUSED}[name]
+    family = {**FAMILIES, **REFUSED, **CHOOSING}[name]
     sizes = TOKENS if family.own_sizes else {**TOKENS, **SIZES}
     config = CONFIG_MAPPING[family.kind](**{**sizes, **family.settings})
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 from siirl_dask.algorithms import policy_loss, ppo_clip
 from siirl_dask.config import Backend, Dtype, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, Rank
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.models import broken_imports
 from siirl_dask.models.architecture import empty_model, read_config
 from siirl_dask.models.loading import correct_modules
@@ -43,7 +43,7 @@ from siirl_dask.training.model.trial import _warn_once
 from siirl_dask.training.packing import micro_batches
 from siirl_dask.training.parallel.dtensor import full_tensor
 from tests.settings import trainer_config
-from tests.training.families import FAMILIES, REFUSED, SIZES, TOKENS, written
+from tests.training.families import CHOOSING, CHOSEN, FAMILIES, REFUSED, SIZES, TOKENS, written
 
 ROOT = Path(__file__).parents[2]
 QUICK = (
@@ -100,8 +100,8 @@ def made(request, tmp_path_factory):
     return request.param, folder, written(folder, request.param)
 
 
-def trainer_of(folder, trainer=None, rank=None):
-    model = ModelConfig(path=str(folder))
+def trainer_of(folder, trainer=None, rank=None, longest_row=None):
+    model = ModelConfig(path=str(folder), longest_row=longest_row)
     return build_trainer(
         Device("w0"),
         rank or Rank(),
@@ -395,6 +395,26 @@ def test_what_neither_trainer_nor_engine_computes_rightly_is_refused_by_name(nam
         ConfigError, match=f"generate gives {type(model).__name__} log-probs that are off by"
     ):
         TransformersEngine(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_rows_that_have_more_tokens_than_one_of_them_sees_are_right_or_no_trainer_scores_them(
+    name, tmp_path
+):
+    model = written(tmp_path, name)
+    policy = trainer_of(tmp_path)
+    assert policy._network.layout == CHOOSING[name].rows
+    longer = grouped_rows([(6, [CHOSEN - 6, 2 * CHOSEN])])
+    if CHOOSING[name].rows == "packed":
+        with pytest.raises(DataError, match=f"has {2 * CHOSEN + 6} tokens, expected at most 96"):
+            policy.logprobs(longer)
+        with pytest.raises(ConfigError, match=r"a token sees 96 .* is 97, expected at most 96"):
+            trainer_of(tmp_path, longest_row=CHOSEN + 1)
+        longer = grouped_rows([(6, [CHOSEN - 6])])
+    trainer_of(tmp_path, longest_row=CHOSEN)
+    with torch.no_grad():
+        expected = plain_logprobs(model, longer)
+    assert_close(policy.logprobs(longer).logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_model_that_transformers_builds_and_cannot_run_is_refused_by_name(tmp_path):

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from siirl_dask.config import OptimizerName, TrainerConfig, VisionPart
 from siirl_dask.devices import accelerator
 from siirl_dask.devices.operators import AUTO, FLASH, FLEX, LIGER, REFERENCE, TORCH
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.head import head_output
 from siirl_dask.models.spans import EAGER
@@ -35,22 +35,27 @@ from siirl_dask.training.model.lora import (
 )
 from siirl_dask.training.model.mixers import separate_rows_in_mixers
 from siirl_dask.training.model.operators import use_operators
+from siirl_dask.training.model.placeholders import ReplacedTokens, placeholder_ids
 from siirl_dask.training.model.row_layout import (
     RowLayout,
     decoder_of,
     only_list_of_layers,
     separate_hidden_states,
 )
-from siirl_dask.training.model.trial import RecordedRoutes, Trial, rounding, trial_rows
+from siirl_dask.training.model.trial import (
+    RecordedRoutes,
+    Trial,
+    plain_outputs,
+    rounding,
+    trial_rows,
+)
 from siirl_dask.training.model.vision import (
     decoder_inputs,
     family_of_model,
-    plain_arguments,
     tower_layers,
 )
 from siirl_dask.training.packing import CurrentPacking, MicroBatch, Packing, micro_batches
 from siirl_dask.training.parts import frozen_parts, is_of, stays
-from siirl_dask.training.trainer import PackedRows
 
 _UNFIT = (
     TypeError,
@@ -100,9 +105,12 @@ class Network(nn.Module):
         self._trainer = trainer
         self._attention = AUTO
         self._current = CurrentPacking()
+        self._replaced = ReplacedTokens()
         self._head_output = head_output(model.config.get_text_config())
         self.layout = RowLayout.packed
         """How rows are computed; known once ``find_row_layout`` has tried."""
+        self.longest_packed: int | None = None
+        """Tokens of a row beyond which packed attention is not the model's; None: no limit."""
         self.mixers = 0
         """Layers that carry a state along a row; known then as well."""
         self._packed_alone = inputs is not None  # images and routes are laid out for packed rows
@@ -277,14 +285,16 @@ class Network(nn.Module):
 
         Returns the layout, None where none gives them, and why each one before it was refused.
         """
-        rows = trial_rows(self.model.config.get_text_config(), self.inputs)
+        config = self.model.config
+        rows = trial_rows(config.get_text_config(), self.inputs, placeholder_ids(config))
         decoder = decoder_of(self.model)
         self._plain_attention = decoder.config._attn_implementation
         decoder.set_attn_implementation(EAGER)  # transformers' sdpa leaves soft caps out
         routes = RecordedRoutes(self.modules())
         try:
-            with routes.recorded():
-                expected = torch.cat(list(self._plain_outputs(rows)))
+            with routes.recorded(), self._replaced.recorded(self.model):
+                plain = plain_outputs(self.model, rows, self.inputs, self.device)
+                expected = torch.cat(list(plain))
         except torch.OutOfMemoryError:
             raise
         except _UNFIT as failure:
@@ -364,22 +374,6 @@ class Network(nn.Module):
             return math.inf
         return error
 
-    def _plain_outputs(self, rows: PackedRows) -> Iterator[Tensor]:
-        """Yield what the model itself computes before each response token of each row, by itself:
-        [K, V] logits, or hidden states [K, D] of a model without a head.
-        """
-        ends = zip(rows.offsets.tolist()[1:], rows.prompt_lengths.tolist(), strict=True)
-        for row, (end, prompt) in enumerate(ends):
-            ids = rows.tokens[int(rows.offsets[row]) : end][None].to(self.device)
-            seen: dict[str, Any] = {}
-            if self.inputs is not None and rows.images is not None:
-                images = rows.images.groups[int(rows.images.of_row[row])]
-                seen = plain_arguments(ids, self.inputs.pixels(images), self.inputs.image_token)
-            output = self.model(ids, use_cache=False, **seen)
-            has_head = self.model.get_output_embeddings() is not None
-            outputs = output.logits if has_head else output[0]
-            yield outputs[0, prompt - 1 : -1]
-
     def _hidden(self, batch: MicroBatch) -> Tensor:
         """Compute last hidden states, [T, D]."""
         ids = batch.input_ids.to(self.device)
@@ -395,9 +389,17 @@ class Network(nn.Module):
 
     def _packed_hidden(self, batch: MicroBatch, ids: Tensor) -> Tensor:
         """Compute last hidden states, [T, D], in one pass over all rows. A mask or a cache would
-        silently mix the rows (log-probs off by 0.5).
+        silently mix the rows (log-probs off by 0.5). DataError for a row that is too long for it.
         """
+        longest = max((length for _, length in batch.runs), default=0)
+        if self.longest_packed is not None and longest > self.longest_packed:
+            raise DataError(
+                f"a row has {longest} tokens, expected at most {self.longest_packed}: a token of "
+                "this model sees as many of those before it, which an indexer chooses (index_topk, "
+                "or index_topk_blocks), and log-probs of longer rows are not those of transformers"
+            )
         device = self.device
+        ids = self._replaced.applied(ids)
         inputs: dict[str, Any] = {"input_ids": ids}
         if self.inputs is not None:
             inputs = decoder_inputs(self.model, ids, batch.images, self.inputs, always=self._always)

@@ -12,16 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from siirl_dask.config import ModelConfig
 from siirl_dask.devices.operators import REFERENCE, TORCH
 from siirl_dask.errors import ConfigError
 from siirl_dask.images import Image
 from siirl_dask.images.noise import noise
+from siirl_dask.models.longest_row import check_sees_all, tokens_to_choose
 from siirl_dask.models.spans import trial_length
 from siirl_dask.training.batch_images import ImageInputs
 from siirl_dask.training.model.row_layout import RowLayout
+from siirl_dask.training.model.vision import plain_arguments
 from siirl_dask.training.trainer import PackedRows, RowImages
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from siirl_dask.training.model.network import Network
 
 logger = logging.getLogger("siirl_dask.training")
@@ -97,18 +102,25 @@ class RecordedRoutes:
             yield
 
 
-def trial_rows(config: Any, inputs: ImageInputs | None) -> PackedRows:
+def trial_rows(
+    config: Any, inputs: ImageInputs | None, placeholders: Sequence[int] = ()
+) -> PackedRows:
     """Return four rows of text for a model with this config, of its text part: of three short ones
-    two share a prompt, and one is longer than windows and chunks. With ``inputs`` there are five
-    more that show images: two that share a prompt, one in the same words about another image, one
-    of two images, and one that ends with its image.
+    two share a prompt, and one is longer than windows and chunks. With ``placeholders`` there is
+    one more, of which these were sampled. With ``inputs`` there are five more that show images: two
+    that share a prompt, one in the same words about another image, one of two images, and one that
+    ends with its image.
     """
     vocabulary = config.vocab_size
     text = _text_rows(trial_length(config))
     if inputs is None:
+        if placeholders:
+            text.insert(1, ([1], [0, *placeholders, 2]))  # rows are packed shortest first
         return _rows([([*prompt], [*response], ()) for prompt, response in text], range(vocabulary))
     mark = inputs.image_token
     ordinary = [token for token in range(vocabulary) if token != mark]
+    sampled = [-1 if token == mark else ordinary.index(token) for token in placeholders]
+    text.insert(1, ([1], [0, *sampled, 2]))
     first, second, third = (
         noise(width, height, seed)
         for seed, (width, height) in enumerate(((72, 48), (72, 48), (32, 64)))
@@ -155,10 +167,35 @@ def _rows(
     )
 
 
-def use_row_layout(network: Network, path: str, operators: Mapping[str, str] = REFERENCE) -> None:
+def plain_outputs(
+    model: PreTrainedModel, rows: PackedRows, inputs: ImageInputs | None, device: torch.device
+) -> Iterator[Tensor]:
+    """Yield what the model itself computes before each response token of each row, by itself:
+    [K, V] logits, or hidden states [K, D] of a model without a head.
+    """
+    ends = zip(rows.offsets.tolist()[1:], rows.prompt_lengths.tolist(), strict=True)
+    for row, (end, prompt) in enumerate(ends):
+        ids = rows.tokens[int(rows.offsets[row]) : end][None].to(device)
+        seen: dict[str, Any] = {}
+        if inputs is not None and rows.images is not None:
+            images = rows.images.groups[int(rows.images.of_row[row])]
+            seen = plain_arguments(ids, inputs.pixels(images), inputs.image_token)
+        output = model(ids, use_cache=False, **seen)
+        has_head = model.get_output_embeddings() is not None
+        outputs = output.logits if has_head else output[0]
+        yield outputs[0, prompt - 1 : -1]
+
+
+def use_row_layout(
+    network: Network,
+    path: str,
+    operators: Mapping[str, str] = REFERENCE,
+    longest_row: int | None = None,
+) -> None:
     """Let the network compute packed rows with the library of each operator, or rows in another
     layout, with a warning, where that does not give the logits of the model itself. ConfigError if
-    no layout does.
+    no layout does, and where packed rows of up to ``longest_row`` tokens, None if that is not
+    known, would be too long for it.
 
     A model may compute more than this network (a bias of positions, a mask of its own), and
     training on numbers other than the sampled ones would go unnoticed.
@@ -179,7 +216,11 @@ def use_row_layout(network: Network, path: str, operators: Mapping[str, str] = R
             f"model.path={path!r}: this trainer does not compute the log-probs of {name}{kernels} "
             f"as transformers does: {reasons}; docs/models.md has the families that it does"
         )
-    if trial.layout is not RowLayout.packed:
+    if trial.layout is RowLayout.packed:
+        network.longest_packed = tokens_to_choose(path)
+        if longest_row is not None:
+            check_sees_all(ModelConfig(path=path), longest_row)
+    else:
         _warn_once(name, trial.layout, trial.failures[0])
 
 

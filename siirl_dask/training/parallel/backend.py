@@ -92,7 +92,7 @@ class ReplicatedBackend:
         autocast = torch_dtype(self._model.dtype, self.device) is torch.bfloat16
         network = make(model, device=self.device, autocast=autocast, inputs=inputs)
         load_adapters(network, self._trainer.lora)
-        use_row_layout(network, path, operators_of(self._trainer, self.device.type))
+        use_row_layout(network, path, operators_of(self._trainer, self.device.type), longest)
         if self._trainer.compile:
             compile_layers(network.layers())
         if self._trainer.gradient_checkpointing:
