@@ -8,7 +8,6 @@ from enum import StrEnum
 from siirl_dask.config.checks import above, at_least, parse_bytes
 from siirl_dask.errors import ConfigError
 
-
 MOST_WORKERS = 2**16
 """Workers of a run, at most: each has a chain of the plan."""
 
