@@ -54,7 +54,7 @@ REFUSED = {
         *MODEL,
         "validation.source_column=info.sorce",
     ],
-    "the defaults: validation.k=[1, 8]: 8 of": [
+    "override 'validation.k=[1,8]': validation.k=[1, 8]: 8 of": [
         *MODEL,
         "--n",
         "4",

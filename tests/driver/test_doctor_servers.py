@@ -29,7 +29,10 @@ MODEL = {
     "generation_config": "vllm",
     "logits_processors": [SAMPLER],
     "hf_overrides": {},
+    "quantization": None,
+    "model_class_overrides": {},
 }
+CACHE = {"cache_dtype": "auto", "mamba_cache_dtype": "auto", "mamba_ssm_cache_dtype": "auto"}
 NOBODY = "http://127.0.0.1:9"
 
 
@@ -80,9 +83,11 @@ def describe(server, extension=EXTENSION, **model):
         "vllm_config": {
             "model_config": MODEL | model,
             "device_config": {"device": "cpu"},
-            "parallel_config": {"worker_extension_cls": extension},
+            "cache_config": CACHE,
+            "parallel_config": {"worker_extension_cls": extension, "enable_eplb": False},
             "speculative_config": None,
             "kv_transfer_config": None,
+            "watermark_config": None,
         }
     }
 
