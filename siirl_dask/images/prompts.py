@@ -4,6 +4,7 @@ message's content.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,19 @@ MARK = "<image>"
 """Stands for an image in the text of a prompt, as in the datasets of verl, siiRL and EasyR1."""
 # keys under which an entry of a message's content has its image
 _OWN = ("image", "image_url", "url", "base64", "path")
+_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(?:id|index)")
+
+
+def placeholder_tokens(config: Mapping[str, Any]) -> dict[int, str]:
+    """Return the tokens that a model's ``config.json`` names as places for images, videos and
+    sound, each with its kind: ``image``, ``video`` or ``audio``.
+    """
+    found = {}
+    for key, token in config.items():
+        named = _PLACEHOLDER.fullmatch(key)
+        if named is not None and isinstance(token, int):
+            found[token] = named[1]
+    return found
 
 
 def marked(

@@ -135,7 +135,8 @@ def parameter_types(
     types = {name: read_stored(each).dtype for name, each in stored.items()}
     for names in tied_names(model).values():
         there = [types[name] for name in names if name in types]
-        types |= dict.fromkeys(names, there[0]) if there else {}
+        if there:
+            types |= dict.fromkeys(names, there[0])
     return types
 
 

@@ -5,6 +5,7 @@ vLLM and peft.
 import json
 import re
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -360,24 +361,37 @@ def test_each_tensor_has_the_type_that_it_has_in_the_bases_files(run, tmp_path):
     assert {tensor.dtype for tensor in named.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("run", ["untied"], indirect=True)
-def test_verify_finds_a_tensor_of_another_type_than_in_the_base(run, tmp_path):
-    url, *_ = run
+@contextmanager
+def spoiled_exports(spoil):
+    """Have ``spoil`` change the tensors of a folder that was written, by name."""
     copy_others = hugging_face.copy_others
 
-    def spoil(base, folder, dtype):
+    def copy_and_spoil(base, folder, dtype):
         copy_others(base, folder, dtype)
         file = folder / "model.safetensors"
         tensors = load_file(file)
-        tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+        spoil(tensors)
         save_file(tensors, file, {"format": "pt"})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hugging_face, "copy_others", spoil)
-        with pytest.raises(
+        patch.setattr(hugging_face, "copy_others", copy_and_spoil)
+        yield
+
+
+@pytest.mark.parametrize("run", ["untied"], indirect=True)
+def test_verify_finds_a_tensor_of_another_type_than_in_the_base(run, tmp_path):
+    url, *_ = run
+
+    def spoil(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+
+    with (
+        spoiled_exports(spoil),
+        pytest.raises(
             ConfigError, match=r"model\.norm\.weight is BF16, where torch\.float32 was expected"
-        ):
-            export(url, str(tmp_path / "out"), verify=True)
+        ),
+    ):
+        export(url, str(tmp_path / "out"), verify=True)
 
 
 def test_adapters_of_an_agent_are_merged_with_weights_of_its_own_model(tmp_path):
@@ -460,20 +474,14 @@ def test_verify_finds_adapters_that_were_merged_with_another_factor(run, dtype, 
 @pytest.mark.parametrize("run", ["experts"], indirect=True)
 def test_verify_finds_one_number_of_an_expert_that_is_off(run, tmp_path):
     url, *_ = run
-    copy_others = hugging_face.copy_others
 
-    def spoil(base, folder, dtype):
-        copy_others(base, folder, dtype)
-        file = folder / "model.safetensors"
-        tensors = load_file(file)
+    def spoil(tensors):
         name = max(name for name in tensors if ".experts." in name)
         tensors[name][-1, -1] += 1e-3
-        save_file(tensors, file, {"format": "pt"})
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hugging_face, "copy_others", spoil)
-        with pytest.raises(ConfigError, match=r"experts.* differs by 0\.001 from the checkpoint's"):
-            export(url, str(tmp_path / "out"), verify=True)
+    said = r"experts.* differs by 0\.001 from the checkpoint's"
+    with spoiled_exports(spoil), pytest.raises(ConfigError, match=said):
+        export(url, str(tmp_path / "out"), verify=True)
 
 
 @pytest.mark.parametrize("run", ["tied"], indirect=True)

@@ -140,26 +140,24 @@ def test_plan_refuses_a_null_prompt_and_tells_of_null_answers(tmp_path, model, c
     assert "row 0 of row group 1 of data.parquet is null" in capsys.readouterr().err
 
 
-def test_a_place_for_an_image_that_nobody_reads_is_refused_and_not_read_as_text(tmp_path):
-    image = {"type": "image", "text": None}
+def test_a_place_for_an_image_or_a_video_that_nobody_reads_is_refused_and_not_read_as_text(
+    tmp_path,
+):
     text = {"type": "text", "text": "2+2?"}
-    rows = {
-        "texts": [[{"role": "user", "content": [text]}]] * 2,
-        "images": [[{"role": "user", "content": [image, text]}]] * 2,
-    }
     model = tiny_vlm(tmp_path / "model")
-    for name, prompts in rows.items():
-        url = written(tmp_path, prompts, ["4"] * 2, name=f"{name}.parquet").url
-        config, plan, dataset = planned(model, url)
-        if name == "texts":
-            notes_on_long_prompts(config, plan, dataset)
-            continue
-        said = (
-            r"prompts?: it has a place for an image \(<\|image_pad\|>, token .* no images are read"
-        )
+    url = written(tmp_path, [[{"role": "user", "content": [text]}]] * 2, ["4"] * 2).url
+    notes_on_long_prompts(*planned(model, url))
+    places = {
+        "image": {"type": "image", "text": None},
+        "video": {"type": "text", "text": "<|video_pad|>"},
+    }
+    for kind, place in places.items():
+        prompts = [[{"role": "user", "content": [place, text]}]] * 2
+        url = written(tmp_path, prompts, ["4"] * 2, name=f"{kind}.parquet").url
+        said = rf"prompts?: it has a place of kind '{kind}' \(<\|{kind}_pad\|>, token \d+\), and"
         for check in (notes_on_long_prompts, first_prompt):
             with pytest.raises(DataError, match=said):
-                check(config, plan, dataset)
+                check(*planned(model, url))
 
 
 def test_the_first_prompt_is_what_the_template_makes_of_it_with_its_arguments(

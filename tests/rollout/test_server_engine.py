@@ -2,9 +2,6 @@
 servers that are killed, and servers that others use.
 """
 
-import threading
-import time
-
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu and gpu brings it")
@@ -33,6 +30,31 @@ def engine_of(folder, urls, weights, rank=Rank(), patience=300.0, **settings):  
     rollout = RolloutConfig(engine=Engine.server, max_rows=50, server=server, **settings)
     model = ModelConfig(path=str(folder), dtype=Dtype.float32)
     return ServerEngine(model, rollout, DEVICE, rank)
+
+
+def other_weights(folder):
+    weights = load_file(folder / "model.safetensors")
+    return {name: 0.7 * tensor for name, tensor in weights.items()}
+
+
+def long_responses(engine, at_the_first=None):
+    """Return samples of up to 200 tokens; ``at_the_first`` is called once, when one of them is there
+    and others are under way.
+    """
+    requests = [
+        GenerationRequest([*prompt, row], row, Sampling(max_tokens=200))
+        for row, prompt in enumerate(PROMPTS * 8)
+    ]
+    calls = [] if at_the_first is None else [at_the_first]
+
+    def on_result(number, result):
+        if calls:
+            calls.pop()()
+
+    queue = LocalQueue(requests, on_result)
+    engine.serve(queue)
+    assert not calls
+    return queue.results()
 
 
 @pytest.fixture(scope="module")
@@ -100,61 +122,35 @@ def test_rows_are_those_of_vllm_in_this_process(served_model, pair, tmp_path):
 def test_a_server_that_is_killed_and_started_again_gets_its_weights_and_gives_the_same_rows(
     served_model, pair, tmp_path
 ):
-    requests = [
-        GenerationRequest([*prompt, row], row, Sampling(max_tokens=200))
-        for row, prompt in enumerate(PROMPTS * 8)
-    ]
-    weights = load_file(served_model / "model.safetensors")
-    weights = {name: 0.7 * tensor for name, tensor in weights.items()}
-    found = []
+    weights = other_weights(served_model)
     server = pair[1]
     engine = engine_of(served_model, [server.url], tmp_path / "weights")
     engine.load_weights(weights.items(), 1)
-    for killed in (False, True):
-        queue = LocalQueue(requests)
-        thread = threading.Thread(target=engine.serve, args=(queue,))
-        thread.start()
-        if killed:
-            time.sleep(0.3)
-            server.kill()
-            server.start()
-        thread.join()
-        found.append(queue.results())
+    expected = long_responses(engine)
+
+    def kill_and_start():
+        server.kill()
+        server.start()
+
+    found = long_responses(engine, kill_and_start)
     engine.close()
-    assert_same_samples(found[1], found[0])
+    assert_same_samples(found, expected)
 
 
 def test_the_rows_of_a_server_that_is_killed_and_stays_away_come_from_the_other(
     served_model, pair, tmp_path
 ):
-    requests = [
-        GenerationRequest([*prompt, row], row, Sampling(max_tokens=200))
-        for row, prompt in enumerate(PROMPTS * 8)
-    ]
-    weights = load_file(served_model / "model.safetensors")
-    weights = {name: 0.7 * tensor for name, tensor in weights.items()}
-    found = []
+    weights = other_weights(served_model)
     server = pair[1]
     engine = engine_of(served_model, [each.url for each in pair], tmp_path / "weights")
-    for killed in (False, True):
-        queue = LocalQueue(requests)
-        thread = threading.Thread(target=engine.serve, args=(queue,))
-        thread.start()
-        if killed:
-            time.sleep(0.3)
-            server.kill()
-        thread.join()
-        found.append(queue.results())
+    expected = long_responses(engine)
+    assert_same_samples(long_responses(engine, server.kill), expected)
     engine.load_weights(weights.items(), 1)  # on the other alone
     server.start()
     server.wait()
-    for _ in range(2):
-        queue = LocalQueue(requests)
-        engine.serve(queue)
-        found.append(queue.results())
+    expected = long_responses(engine)
+    assert_same_samples(long_responses(engine), expected)
     engine.close()
-    assert_same_samples(found[1], found[0])
-    assert_same_samples(found[3], found[2])
 
 
 def test_an_engine_whose_weights_somebody_else_replaces_says_so(served_model, pair, tmp_path):

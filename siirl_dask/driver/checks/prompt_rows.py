@@ -19,7 +19,7 @@ from siirl_dask.datasets import is_prompt
 from siirl_dask.datasets.partitions import chat_as_text
 from siirl_dask.errors import ConfigError, DataError, ImageError, counted
 from siirl_dask.images import images_of, load_processor, normalised
-from siirl_dask.images.prompts import marked
+from siirl_dask.images.prompts import marked, placeholder_tokens
 from siirl_dask.models.architecture import read_config
 from siirl_dask.models.cache import folder_here
 from siirl_dask.models.shapes import weight_shapes
@@ -243,20 +243,22 @@ def first_prompt(config: Config, plan: Plan, dataset: Dataset) -> FirstPrompt | 
 
 def encoder_of(config: Config, tokenizer: HuggingFaceTokenizer) -> Encode:
     """Return the function that encodes the run's prompts. It raises DataError for one with places
-    for images where none are read: the model would read their tokens as those of a text.
+    for images, videos or sound where none are read: the model would read their tokens as those of a
+    text.
     """
     described = read_config(config.model.path)
-    image_token = None
-    if described is not None and not config.images.used:
-        image_token = described.get("image_token_id", described.get("image_token_index"))
+    unread = {} if described is None else placeholder_tokens(described)
+    if config.images.used:
+        unread = {token: kind for token, kind in unread.items() if kind != "image"}
 
     def encode(prompt: Any) -> Sequence[int]:
         ids = tokenizer.encode(prompt, continue_answer=config.data.continue_answers)
-        if image_token is not None and image_token in ids:
-            place = tokenizer.decode([image_token], skip_special=False)
+        for token in unread.keys() & {*ids}:
+            place = tokenizer.decode([token], skip_special=False)
             raise DataError(
-                f"it has a place for an image ({place}, token {image_token}), and no images are "
-                "read: name their column (images.column), or take such parts out of the messages"
+                f"it has a place of kind {unread[token]!r} ({place}, token {token}), and nothing "
+                "of that kind is read: name the column of images (images.column), or take such "
+                "parts out of the messages"
             )
         return ids
 

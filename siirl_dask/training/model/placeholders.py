@@ -7,7 +7,6 @@ prepares what its decoder gets. Packed rows go to the decoder at once.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-_KEY = re.compile(r"(image|video|audio)_token_(id|index)")
+from siirl_dask.images.prompts import placeholder_tokens
 
 
 def placeholder_ids(config: Any) -> list[int]:
@@ -24,8 +23,7 @@ def placeholder_ids(config: Any) -> list[int]:
     them that a policy may sample, ascending.
     """
     vocabulary: int = config.get_text_config().vocab_size
-    named = {value for key, value in config.to_dict().items() if _KEY.fullmatch(key)}
-    return sorted(token for token in named if isinstance(token, int) and token < vocabulary)
+    return sorted(token for token in placeholder_tokens(config.to_dict()) if token < vocabulary)
 
 
 class ReplacedTokens:
